@@ -52,7 +52,8 @@ from lightning_ptdp.parameters.materialize import (
 )
 from lightning_ptdp.parameters.placement import slice_full
 from lightning_ptdp.parameters.uncut_view import UncutView
-from lightning_ptdp.pipeline.balance import KnownParts, layer_ranges
+from lightning_ptdp.pipeline.containers import layer_ranges
+from lightning_ptdp.pipeline.discover import KnownParts
 from lightning_ptdp.pipeline.stage import PipelineCut
 from lightning_ptdp.shims.quantization import keep_format, parts_of, quantized_parameters
 from lightning_ptdp.shims.torch import keep_padded

@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from lightning_ptdp.pipeline.rehearsal import Rehearsal
+from lightning_ptdp.pipeline.dry_run import Rehearsal
 from lightning_ptdp.strategy import PTDPStrategy, ptdp
 from tests.pool import Pool
 

@@ -202,7 +202,7 @@ def cut_step(recompute):
     Each stage's backward runs after all forwards.
     """
     model, ranges = make_gpt(), ((0, 1), (1, 2), (2, 3), (3, 4))
-    parts = find_parts(model, blocks=PLAN.blocks, before=PLAN.before, after=PLAN.after)
+    parts = find_parts(model, PLAN)
     cut = PipelineCut(model, parts=parts, ranges=ranges, stages=range(4))
     blocks = list(model.blocks)
     apply_recomputation(
@@ -219,8 +219,8 @@ def cut_step(recompute):
     received, backwards, crossings = None, [], []
     with counted_calls(*blocks) as calls:
         for stage in range(4):
-            output, last = cut.run(stage, received, forward, training=True)
-            if last:
+            output = cut.run(stage, received, forward, training=True)
+            if stage == 3:
                 continue
             received = output.entering(training=True)
             backwards.append(output.tensors)
@@ -451,7 +451,7 @@ def test_first_layers_of_each_stage_are_recomputed(layers, expected):
 
 def test_blocks_of_other_stages_are_skipped():
     model = make_gpt()
-    parts = find_parts(model, blocks=PLAN.blocks, before=PLAN.before, after=PLAN.after)
+    parts = find_parts(model, PLAN)
     ranges = ((0, 2), (2, 3), (3, 4))
     PipelineCut(model, parts=parts, ranges=ranges, stages=[0, 2])
     apply_recomputation(model, policy="full", blocks="blocks", ranges=ranges, layers=1)

@@ -32,6 +32,7 @@ from torch import Tensor
 from lightning_ptdp.attention import ATTENTIONS, shard_sequence
 from lightning_ptdp.attention.attention_protocol import AttentionCall
 from lightning_ptdp.context_parallel import ContextParallel
+from lightning_ptdp.forward.surroundings import Forward
 from lightning_ptdp.models import GPT, GPTConfig
 from lightning_ptdp.world.mesh import Group
 
@@ -118,8 +119,11 @@ def kept_bytes(tokens: int, group: Group) -> float:
         if group.size == 1:
             kept: Any = loss(batch)
         else:
-            with ContextParallel(group=group).forward(model, batch) as running:
-                kept = loss(running.batch)
+            forward = Forward(hook="training_step", whole=batch)
+            parallel = ContextParallel(group=group)
+            parallel.attach(model)
+            with parallel.around(forward):
+                kept = loss(forward.batch)
     total = torch.tensor(float(sum(storages.values())))
     kept.backward()
     if group.size > 1:

@@ -35,7 +35,6 @@ from turns import ENOUGH, Same, TrainerLoop
 from lightning_ptdp import PTDPStrategy
 from lightning_ptdp.pipeline.crossing import At, Form, TensorForm
 from lightning_ptdp.pipeline.runtime import PipelineRuntime
-from lightning_ptdp.pipeline.stage import WholeModel
 from lightning_ptdp.schedule import build_schedule
 from lightning_ptdp.world.mesh import Group
 
@@ -111,7 +110,7 @@ def _answer_yes(vote: Tensor, *_: object, **__: object) -> None:
 def alone(count: int) -> tuple[Step, Step]:
     """A step of the runtime without a pipeline, and of a bare loop."""
     stack, microbatches = Stack([Scale()]), [torch.zeros(SHAPE) for _ in range(count)]
-    runtime = PipelineRuntime(cut=WholeModel(), transport=None, group=Group())
+    runtime = PipelineRuntime(cut=None, transport=None, group=Group())
     schedule = build_schedule(
         "auto", pipeline_parallel_size=1, virtual_pipeline_size=1, num_microbatches=count
     )

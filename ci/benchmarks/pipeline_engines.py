@@ -17,9 +17,10 @@ from torch.distributed import pipelining
 
 from lightning_ptdp.forward.deferred_weight_gradients import WeightGradients
 from lightning_ptdp.forward.surroundings import Forward, Surroundings
+from lightning_ptdp.pipeline.containers import ModelParts
 from lightning_ptdp.pipeline.p2p import Transport
 from lightning_ptdp.pipeline.runtime import PipelineRuntime
-from lightning_ptdp.pipeline.stage import ModelParts, PipelineCut
+from lightning_ptdp.pipeline.stage import PipelineCut
 from lightning_ptdp.schedule import Action, ActionKind, Costs, Schedule, build_schedule, simulate
 from lightning_ptdp.schedule.lowering import lower
 from lightning_ptdp.world.layout import ParallelLayout

@@ -1,8 +1,8 @@
 """Attention: one protocol, its implementations, and the interception of a model's calls.
 
-``attention_protocol.py`` lists the implementations. ``ATTENTIONS`` has those that run over a
-sequence split by ``sequence_chunks.py``. ``interception.py`` puts one of them in the place of
-the attention that a model calls.
+``attention_protocol.py`` lists the implementations, and puts one of them in the place of the
+attention that a model calls (``intercepted``). ``ATTENTIONS`` has those that run over a sequence
+split by ``sequence_chunks.py``.
 """
 
 from collections.abc import Mapping
@@ -18,8 +18,8 @@ from lightning_ptdp.attention.attention_protocol import (
     additive,
     document_mask,
     find_documents,
+    intercepted,
 )
-from lightning_ptdp.attention.interception import intercepted
 from lightning_ptdp.attention.ring import RingAttention
 from lightning_ptdp.attention.sequence_chunks import (
     check_sequence,

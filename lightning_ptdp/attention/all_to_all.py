@@ -29,7 +29,7 @@ from lightning_ptdp.attention.attention_protocol import (
     DistributedAttention,
     plain_attention,
 )
-from lightning_ptdp.attention.sequence_chunks import chunk_order
+from lightning_ptdp.attention.sequence_chunks import shard_sequence, unshard_sequence
 from lightning_ptdp.shims.torch_distributed import start_traced, wait_traced
 from lightning_ptdp.world.mesh import Group
 
@@ -119,19 +119,14 @@ class _HeadExchange(torch.autograd.Function):
 
 def _to_heads(tensors: tuple[Tensor, ...], group: Group) -> tuple[Tensor, ...]:
     """Exchange (b, n, s/c, d) -> (b, n/c, s, d)."""
-    order = chunk_order(group.size)
-    places = sorted(range(len(order)), key=order.__getitem__)
     traded = _trade([x.chunk(group.size, 1) for x in tensors], group)
-    halves = [[half for part in parts for half in part.chunk(2, 2)] for parts in traded]
-    return tuple(torch.cat([chunks[place] for place in places], dim=2) for chunks in halves)
+    return tuple(unshard_sequence(parts, 2) for parts in traded)
 
 
 def _to_sequence(tensors: tuple[Tensor, ...], group: Group) -> tuple[Tensor, ...]:
     """Exchange (b, n/c, s, d) -> (b, n, s/c, d)."""
-    order = chunk_order(group.size)
-    chunks = [x.chunk(2 * group.size, 2) for x in tensors]
-    pairs = list(zip(order[::2], order[1::2], strict=True))
-    sent = [[torch.cat([x[first], x[second]], dim=2) for first, second in pairs] for x in chunks]
+    size = group.size
+    sent = [[shard_sequence(x, 2, rank=rank, size=size) for rank in range(size)] for x in tensors]
     return tuple(torch.cat(parts, dim=1) for parts in _trade(sent, group))
 
 

@@ -191,15 +191,16 @@ def _sum_repeated(grad: Tensor, k: Tensor) -> Tensor:
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, block: AttentionBlock) -> tuple[Tensor, Tensor]:
     dtype = torch.promote_types(q.dtype, torch.float32)
-    out = torch.empty((*q.shape[:3], v.size(-1)), dtype=dtype, device=q.device)
-    lse = torch.empty(q.shape[:3], dtype=dtype, device=q.device)
+    q, k, v = (_repeat(x, q).to(dtype) for x in (q, k, v))
+    out = q.new_empty((*q.shape[:3], v.size(-1)))
+    lse = q.new_empty(q.shape[:3])
     for rows, keys in _tiles(q, k, block):
         scores = _scores(q, k, block, rows, keys)
         lse[:, :, rows] = scores.logsumexp(-1)
         weights = _weights(scores, lse[:, :, rows])
         if block.dropout_p:
             weights = weights * _kept(weights, block, rows)
-        out[:, :, rows] = _unfold(_fold(weights, k).matmul(v[:, :, keys].to(dtype)), q)
+        out[:, :, rows] = weights.matmul(v[:, :, keys])
     return out, lse
 
 
@@ -207,23 +208,23 @@ def _plain_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: AttentionBlock
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype = torch.promote_types(q.dtype, torch.float32)
-    dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=q.device) for x in (q, k, v))
-    delta = (grad.to(dtype) * out.to(dtype)).sum(-1, keepdim=True)
+    shared = k
+    q, k, v, grad, out = (_repeat(x, q).to(dtype) for x in (q, k, v, grad, out))
+    dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+    delta = (grad * out).sum(-1, keepdim=True)
     for rows, keys in _tiles(q, k, block):
         weights = _weights(_scores(q, k, block, rows, keys), lse[:, :, rows])
-        grad_rows = _fold(grad[:, :, rows].to(dtype), k)
-        q_rows = _fold(q[:, :, rows].to(dtype), k)
-        grad_weights = _unfold(grad_rows.matmul(v[:, :, keys].to(dtype).transpose(-1, -2)), q)
+        grad_weights = grad[:, :, rows].matmul(v[:, :, keys].mT)
         dropped = weights
         if block.dropout_p:
             dropout_mask = _kept(weights, block, rows)
             grad_weights = grad_weights * dropout_mask
             dropped = weights * dropout_mask
-        dv[:, :, keys] += _fold(dropped, k).transpose(-1, -2).matmul(grad_rows)
-        grad_scores = _fold(weights * (grad_weights - delta[:, :, rows]) * block.scale, k)
-        dq[:, :, rows] = _unfold(grad_scores.matmul(k[:, :, keys].to(dtype)), q)
-        dk[:, :, keys] += grad_scores.transpose(-1, -2).matmul(q_rows)
-    return dq, dk, dv
+        dv[:, :, keys] += dropped.mT.matmul(grad[:, :, rows])
+        grad_scores = weights * (grad_weights - delta[:, :, rows]) * block.scale
+        dq[:, :, rows] = grad_scores.matmul(k[:, :, keys])
+        dk[:, :, keys] += grad_scores.mT.matmul(q[:, :, rows])
+    return dq, _sum_repeated(dk, shared), _sum_repeated(dv, shared)
 
 
 def _tiles(q: Tensor, k: Tensor, block: AttentionBlock) -> Iterator[tuple[slice, slice]]:
@@ -237,9 +238,7 @@ def _tiles(q: Tensor, k: Tensor, block: AttentionBlock) -> Iterator[tuple[slice,
 
 def _scores(q: Tensor, k: Tensor, block: AttentionBlock, rows: slice, keys: slice) -> Tensor:
     """Return the scores (b, n, rows, keys)."""
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    folded = _fold(q[:, :, rows].to(dtype), k).matmul(k[:, :, keys].to(dtype).transpose(-1, -2))
-    scores = _unfold(folded, q).mul_(block.scale)
+    scores = q[:, :, rows].matmul(k[:, :, keys].mT).mul_(block.scale)
     if block.bias is not None:
         scores += (block.bias[..., rows, :] if block.bias.size(-2) > 1 else block.bias)[..., keys]
     if block.causal:
@@ -273,12 +272,3 @@ def _kept(weights: Tensor, block: AttentionBlock, rows: slice) -> Tensor:
     generator = torch.Generator(weights.device).manual_seed(block.seed + rows.start)
     draws = torch.rand(weights.shape, generator=generator, device=weights.device)
     return (draws >= block.dropout_p).to(weights.dtype).div_(1 - block.dropout_p)
-
-
-def _fold(x: Tensor, k: Tensor) -> Tensor:
-    """Join the queries that share a key head: (b, n, q, .) -> (b, m, n/m * q, .)."""
-    return x.reshape(x.size(0), k.size(1), -1, x.size(-1))
-
-
-def _unfold(x: Tensor, q: Tensor) -> Tensor:
-    return x.reshape(x.size(0), q.size(1), -1, x.size(-1))

@@ -37,6 +37,7 @@ from lightning_ptdp.attention.attention_protocol import (
     additive,
 )
 from lightning_ptdp.attention.kernels import AttentionBlock, attend, attend_backward
+from lightning_ptdp.attention.sequence_chunks import shard_sequence
 from lightning_ptdp.base.random import derive_seed
 from lightning_ptdp.world.mesh import Group
 
@@ -348,8 +349,6 @@ def _merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> No
 
 def _bias(mask: Tensor, rows: slice, columns: slice, source: int, size: int) -> Tensor:
     """Return the additive mask of these rows, and of these columns of ``source``'s chunks."""
-    chunk = mask.size(-1) // (2 * size)
     mask = mask[..., rows, :] if mask.size(-2) > 1 else mask
-    halves = [mask.narrow(-1, start * chunk, chunk) for start in (source, 2 * size - 1 - source)]
-    bias = torch.cat(halves, -1)[..., columns]
+    bias = shard_sequence(mask, -1, rank=source, size=size)[..., columns]
     return additive(bias, torch.float64 if bias.dtype is torch.float64 else torch.float32)

@@ -57,11 +57,6 @@ def check_sequence(
         )
 
 
-def chunk_order(size: int) -> list[int]:
-    """Return the chunks in the order of the ranks: rank 0's two, rank 1's two, ..."""
-    return [chunk for rank in range(size) for chunk in (rank, 2 * size - 1 - rank)]
-
-
 def positions(
     length: int, rank: int, size: int, *, device: torch.device | str | None = None
 ) -> Tensor:
@@ -101,16 +96,8 @@ def unshard_sequence(parts: Sequence[Tensor], dim: int) -> Tensor:
     """Join the parts of all ranks, in order: the inverse of ``shard_sequence``."""
     if len(parts) == 1:
         return parts[0]
-    halves = [half for part in parts for half in part.chunk(2, dim)]
-    return torch.cat(
-        [
-            half
-            for _, half in sorted(
-                zip(chunk_order(len(parts)), halves, strict=True), key=lambda p: p[0]
-            )
-        ],
-        dim,
-    )
+    halves = [part.chunk(2, dim) for part in parts]
+    return torch.cat([early for early, _ in halves] + [late for _, late in reversed(halves)], dim)
 
 
 def gather_sequence(x: Tensor, dim: int, *, group: Group) -> Tensor:

@@ -1,9 +1,18 @@
-"""Attention of a model that runs on a rank's slice of the sequence, and its masks."""
+"""Attention of a model that runs on a rank's slice of the sequence, and its masks.
+
+A model builds masks from its slice of the tokens. Models build such a mask only from a length and a
+padding mask. Two properties can therefore be read from it with certainty: *causal or not*, and
+*which of the local tokens are visible*. The visible tokens are gathered over the ranks. Any other
+mask between local tokens is refused, because it says nothing about the tokens of other ranks. A
+mask cut from the batch, with local queries and all keys, is used as it is.
+
+Shapes: b samples, n heads, s tokens in the full sequence, s/c local tokens.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial, reduce
+from functools import reduce
 from operator import and_
 
 import torch
@@ -17,7 +26,31 @@ from lightning_ptdp.attention.attention_protocol import (
 from lightning_ptdp.attention.sequence_chunks import unshard_sequence
 from lightning_ptdp.forward.matrix_product import autocast_dtype
 from lightning_ptdp.shims.torch_distributed import all_gather_single
-from lightning_ptdp.world.mesh import Group
+
+_BIDIRECTIONAL = 1
+_CAUSAL = 2
+_BIASED = 4
+"""Bits of what a mask may be; none: it cannot be used. A mask of only padding fits two of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeMask:
+    """Mask of an attention call, for the full sequence.
+
+    Attributes:
+        causal: True if a token attends only to itself and earlier tokens of the full sequence.
+        kv_heads: Number of key/value heads of the call. Some models copy these heads if they pass a
+            mask; the smallest number over the ranks counts.
+        mask: Further restriction of the visible keys, (b or 1, n or 1, s/c or 1, s), boolean or
+            additive, in the order of the full sequence.
+        is_reusable: True if later calls with the same mask need not be read. If only some ranks
+            passed a mask, they may make a new one for each call, and all ranks must agree again.
+    """
+
+    causal: bool
+    kv_heads: int
+    mask: Tensor | None = None
+    is_reusable: bool = True
 
 
 @dataclass(kw_only=True)
@@ -61,19 +94,7 @@ class SlicedAttention:
             v = v[None]
         dtype = autocast_dtype(q)
         q, k, v = (x if dtype is None else x.to(dtype) for x in (q, k, v))
-        read = partial(
-            read_mask,
-            call.mask,
-            is_causal=call.causal,
-            q=q,
-            kv_heads=k.size(1),
-            group=self.distributed.group,
-            padded=self.padded,
-        )
-        if self.known is not None and _is_known(call.mask):
-            full_mask = self.known
-        else:
-            full_mask = read() if call.mask is None and not self.padded else self._read_once(read)
+        full_mask = self._full_mask(call, q.size(0), k.size(1))
         is_own = call.mask is None or call.mask.size(-1) == q.size(2)
         # Compiled code would be compiled again for another form of the mask.
         if is_own and not torch.compiler.is_compiling():
@@ -93,16 +114,20 @@ class SlicedAttention:
         )
         return result[0] if call.q.dim() == 3 else result
 
-    def _read_once(self, read: partial[WholeMask]) -> WholeMask:
+    def _full_mask(self, call: AttentionCall, samples: int, kv_heads: int) -> WholeMask:
         """Return the mask of a call, and read it only if the call before had another one.
 
         Reading waits for the device, and layers usually get the same mask."""
-        (mask,), kwargs = read.args, read.keywords
+        mask = call.mask
+        if mask is None and not self.padded:
+            return WholeMask(causal=call.causal, kv_heads=kv_heads)
+        if self.known is not None and _is_known(mask):
+            return self.known
         identity = None if mask is None else (mask.data_ptr(), mask.shape, mask.stride())
         version = mask._version if mask is not None and not mask.is_inference() else None
-        key = (identity, version, kwargs["is_causal"], kwargs["q"].size(0), kwargs["kv_heads"])
+        key = (identity, version, call.causal, samples, kv_heads)
         if key != self._last[0]:
-            full_mask = read()
+            full_mask = self._read(call, samples, kv_heads)
             is_reusable = full_mask.is_reusable and (mask is None or version is not None)
             # the mask is kept, so that no other one takes its place in memory
             self._last = (key if is_reusable else None, full_mask, mask)
@@ -111,7 +136,7 @@ class SlicedAttention:
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         size = self.distributed.group.size
-        local = self.length // size
+        local = self._local
         if query.dim() not in (3, 4):
             raise ContextParallelError(
                 f"attention with queries of shape {tuple(query.shape)} cannot be split over "
@@ -134,68 +159,22 @@ class SlicedAttention:
                 "freeze parts of the model by requires_grad=False instead of no_grad"
             )
 
+    def _read(self, call: AttentionCall, samples: int, kv_heads: int) -> WholeMask:
+        """Read the mask of a call; collective if the batch has a padding mask.
 
-# ---- Interpretation of an attention call's mask for the full sequence ----------------------------
-#
-# A model builds masks from its slice of the tokens. Models build such a mask only from a length and a
-# padding mask. Two properties can therefore be read from it with certainty: *causal or not*, and
-# *which of the local tokens are visible*. The visible tokens are gathered over the ranks. Any other
-# mask between local tokens is refused, because it says nothing about the tokens of other ranks. A
-# mask cut from the batch, with local queries and all keys, is used as it is.
-#
-# Shapes: b samples, n heads, s tokens in the full sequence, s/c local tokens.
+        Some ranks may then pass a mask that ranks without padding in their slice leave out, so all
+        ranks must agree.
 
-
-_BIDIRECTIONAL = 1
-_CAUSAL = 2
-_BIASED = 4
-"""Bits of what a mask may be; none: it cannot be used. A mask of only padding fits two of them."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class WholeMask:
-    """Mask of an attention call, for the full sequence.
-
-    Attributes:
-        causal: True if a token attends only to itself and earlier tokens of the full sequence.
-        kv_heads: Number of key/value heads of the call. Some models copy these heads if they pass a
-            mask; the smallest number over the ranks counts.
-        mask: Further restriction of the visible keys, (b or 1, n or 1, s/c or 1, s), boolean or
-            additive, in the order of the full sequence.
-        is_reusable: True if later calls with the same mask need not be read. If only some ranks
-            passed a mask, they may make a new one for each call, and all ranks must agree again.
-    """
-
-    causal: bool
-    kv_heads: int
-    mask: Tensor | None = None
-    is_reusable: bool = True
-
-
-def read_mask(
-    mask: Tensor | None, *, is_causal: bool, q: Tensor, kv_heads: int, group: Group, padded: bool
-) -> WholeMask:
-    """Read the mask of a call on a rank's slice; collective if ``padded``.
-
-    Args:
-        mask: The ``attn_mask`` of ``scaled_dot_product_attention``, or None.
-        is_causal: The ``is_causal`` of the call.
-        q: The queries (b, n, s/c, d).
-        kv_heads: Key/value heads of the call on this rank.
-        group: The context group.
-        padded: True if the batch has a padding mask. Some ranks may then pass a mask that ranks
-            without padding in their slice leave out, so all ranks must agree.
-
-    Raises:
-        ContextParallelError: The mask has no meaning for the full sequence.
-    """
-    local_length = q.size(2)
-    kind: Tensor | int
-    if mask is None:
-        kind = _CAUSAL if is_causal else _BIDIRECTIONAL
-        keys = None
-    else:
-        if is_causal:
+        Raises:
+            ContextParallelError: The mask has no meaning for the full sequence.
+        """
+        mask = call.mask
+        local = self._local
+        if mask is None:
+            visible = torch.ones(samples, local, dtype=torch.int32, device=call.q.device)
+            kind = _CAUSAL if call.causal else _BIDIRECTIONAL
+            return self._agree(visible, (kind, kv_heads, False), "")
+        if call.causal:
             raise ContextParallelError(
                 "scaled_dot_product_attention accepts attn_mask or is_causal=True, but not both"
             )
@@ -205,28 +184,92 @@ def read_mask(
                 "Use context_parallel_size=1"
             )
         mask = mask[(None,) * (4 - mask.dim())]
-        if mask.size(-1) == local_length * group.size and mask.size(-2) in (1, local_length):
+        description = f"an attention mask of shape {tuple(mask.shape)}"
+        if mask.size(-2) in (1, local) and mask.size(-1) == self.length:
             return WholeMask(causal=False, mask=mask, kv_heads=kv_heads)
-        if mask.size(-1) != local_length or mask.size(-2) not in (1, local_length):
-            raise ContextParallelError(_refusal(_shape_of(mask), local_length, group))
-        kind, keys = _classify(mask)
-    description = None if mask is None else _shape_of(mask)
-    if padded:
-        visible = torch.ones(q.size(0), local_length, dtype=torch.int32, device=q.device)
-        if keys is not None:
-            visible = keys.expand_as(visible).to(visible)
-        return _agree(visible, (kind, kv_heads, description is not None), description, group)
-    if description is None or keys is None:
-        return WholeMask(causal=is_causal, kv_heads=kv_heads)
-    kind_bits, all_visible = torch.stack((torch.as_tensor(kind), keys.all())).tolist()
-    _check_kinds([kind_bits], description, local_length, group)
-    if not all_visible:
-        raise ContextParallelError(
-            "the model masks some tokens as padding, but the batch has no padding mask, so "
-            "the other ranks do not know these tokens. Add a mask of shape (batch, sequence) "
-            "to the batch as 'attention_mask', 'key_padding_mask' or 'padding_mask'"
+        if mask.size(-2) not in (1, local) or mask.size(-1) != local:
+            raise self._refusal(description)
+        kinds, keys = _classify(mask)
+        if self.padded:
+            visible = keys.to(call.q.device, torch.int32).expand(samples, -1)
+            return self._agree(visible, (kinds, kv_heads, True), description)
+        kind, all_visible = torch.stack((kinds, keys.all())).tolist()
+        self._check_kinds([kind], description)
+        if not all_visible:
+            raise ContextParallelError(
+                "the model masks some tokens as padding, but the batch has no padding mask, so "
+                "the other ranks do not know these tokens. Add a mask of shape (batch, sequence) "
+                "to the batch as 'attention_mask', 'key_padding_mask' or 'padding_mask'"
+            )
+        return WholeMask(causal=kind == _CAUSAL, kv_heads=kv_heads)
+
+    def _agree(
+        self, keys: Tensor, own: tuple[Tensor | int, int, bool], description: str
+    ) -> WholeMask:
+        """Combine the ranks' visible keys (b, s/c) int32 and agree on the kind of mask.
+
+        It reads values back once. ``own`` holds the possible kinds of this rank's mask, its number
+        of key/value heads, and whether there is a mask. A slice of only padding fits both causal
+        and bidirectional masks. The other ranks decide then.
+        """
+        group = self.distributed.group
+        samples, length = keys.shape
+        numbers = [
+            number if isinstance(number, Tensor) else keys.new_full((), number) for number in own
+        ]
+        message = torch.cat((keys, torch.stack(numbers).expand(samples, -1)), 1)
+        gathered = message.new_empty(group.size * samples, length + 3)
+        all_gather_single(gathered, message, group.handle)
+        parts = gathered.view(group.size, samples, length + 3)
+        full = unshard_sequence(list(parts[..., :length].bool()), 1)
+        *fields, all_visible = torch.cat(
+            (parts[:, 0, length:].flatten(), full.all()[None])
+        ).tolist()
+        kinds = fields[::3]
+        self._check_kinds(kinds, description or "the attention mask of another rank")
+        common = reduce(and_, kinds)
+        if not common:
+            raise ContextParallelError(
+                "in the same attention call, some ranks of a context group used causal attention "
+                "and others bidirectional attention, because the model decides by the values of "
+                "its slice. Pass is_causal explicitly"
+            )
+        return WholeMask(
+            causal=bool(common & _CAUSAL),
+            mask=None if all_visible else full[:, None, None],
+            kv_heads=min(fields[1::3]),
+            is_reusable=len({*fields[2::3]}) == 1,
         )
-    return WholeMask(causal=kind_bits == _CAUSAL, kv_heads=kv_heads)
+
+    def _check_kinds(self, kinds: list[int], description: str) -> None:
+        """Check that the masks of all ranks have a meaning for the full sequence.
+
+        Raises:
+            ContextParallelError: One has none.
+        """
+        if _BIASED in kinds:
+            raise self._refusal(
+                "the attention mask has values other than 0 and -inf, for example a "
+                "position-dependent bias. A rank knows them only for its own slice of the "
+                f"sequence; {description}"
+            )
+        if 0 in kinds:
+            raise self._refusal(description)
+
+    def _refusal(self, description: str) -> ContextParallelError:
+        size = self.distributed.group.size
+        return ContextParallelError(
+            f"{description} cannot be used under context parallelism. "
+            f"Each of {size} ranks has {self._local} of {self.length} tokens, from which only "
+            "causal and padding masks can be derived. Use is_causal=True instead of a mask, or add "
+            "the mask to the batch as (batch, 1, sequence, sequence), which is split along its "
+            "queries only"
+        )
+
+    @property
+    def _local(self) -> int:
+        """Return the number of tokens of a rank."""
+        return self.length // self.distributed.group.size
 
 
 def _classify(mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -248,59 +291,6 @@ def _classify(mask: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(biased, _BIASED, kind).to(torch.int32), keys[:, 0, 0]
 
 
-def _check_kinds(kinds: list[int], description: str, length: int, group: Group) -> None:
-    """Check that the masks of all ranks have a meaning for the full sequence.
-
-    Raises:
-        ContextParallelError: One has none.
-    """
-    if _BIASED in kinds:
-        raise ContextParallelError(
-            "the attention mask has values other than 0 and -inf, for example a "
-            "position-dependent bias. A rank knows them only for its own slice of the "
-            "sequence; " + _refusal(description, length, group)
-        )
-    if 0 in kinds:
-        raise ContextParallelError(_refusal(description, length, group))
-
-
-def _agree(
-    keys: Tensor, local: tuple[Tensor | int, int, bool], description: str | None, group: Group
-) -> WholeMask:
-    """Combine the ranks' visible keys (b, s/c) int32 and agree on the kind of mask.
-
-    It reads values back once. ``local`` holds the possible kinds of this rank's mask, its
-    number of key/value heads, and whether there is a mask. A slice of only padding fits both causal
-    and bidirectional masks. The other ranks decide then.
-    """
-    samples, length = keys.shape
-    numbers = [
-        number.to(keys) if isinstance(number, Tensor) else keys.new_full((), number)
-        for number in local
-    ]
-    message = torch.cat((keys, torch.stack(numbers).expand(samples, -1)), 1)
-    gathered = message.new_empty(group.size * samples, length + 3)
-    all_gather_single(gathered, message, group.handle)
-    parts = gathered.view(group.size, samples, length + 3)
-    full = unshard_sequence(list(parts[..., :length].bool()), 1)
-    *fields, all_visible = torch.cat((parts[:, 0, length:].flatten(), full.all()[None])).tolist()
-    kinds = fields[::3]
-    _check_kinds(kinds, description or "the attention mask of another rank", length, group)
-    common = reduce(and_, kinds)
-    if not common:
-        raise ContextParallelError(
-            "in the same attention call, some ranks of a context group used causal attention "
-            "and others bidirectional attention, because the model decides by the values of "
-            "its slice. Pass is_causal explicitly"
-        )
-    return WholeMask(
-        causal=bool(common & _CAUSAL),
-        mask=None if all_visible else full[:, None, None],
-        kv_heads=min(fields[1::3]),
-        is_reusable=len({*fields[2::3]}) == 1,
-    )
-
-
 def known_mask(device: torch.device) -> Tensor:
     """Return a mask (1, 1, 1, 1) in place of one whose meaning is known for the full sequence.
 
@@ -311,16 +301,3 @@ def known_mask(device: torch.device) -> Tensor:
 
 def _is_known(mask: Tensor | None) -> bool:
     return mask is not None and mask.shape == (1, 1, 1, 1)
-
-
-def _shape_of(mask: Tensor) -> str:
-    return f"an attention mask of shape {tuple(mask.shape)}"
-
-
-def _refusal(description: str, length: int, group: Group) -> str:
-    return (
-        f"{description} cannot be used under context parallelism. "
-        f"Each of {group.size} ranks has {length} of {length * group.size} tokens, from which only "
-        "causal and padding masks can be derived. Use is_causal=True instead of a mask, or add the "
-        "mask to the batch as (batch, 1, sequence, sequence), which is split along its queries only"
-    )

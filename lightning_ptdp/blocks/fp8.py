@@ -26,11 +26,11 @@ from torch import Tensor, nn
 from lightning_ptdp.base.requirements import check_installed
 from lightning_ptdp.blocks.local_blocks import local_blocks
 from lightning_ptdp.forward.deferred_weight_gradients import Products, multiply
-from lightning_ptdp.forward.matrix_product import MatrixProduct, add_to_gradient
+from lightning_ptdp.forward.matrix_product import MatrixProduct, add_to_gradient, rows
 from lightning_ptdp.forward.own_forward import OwnForward, replace_forward
 from lightning_ptdp.parameters.rounded_weight import RoundedWeight
 from lightning_ptdp.pipeline.containers import Blocks
-from lightning_ptdp.shims.quantization import Recipe, Role, make_recipe, scaled, weight_operand
+from lightning_ptdp.shims.quantization import Recipe, make_recipe, scaled, weight_operand
 from lightning_ptdp.tensor_parallel import Column, Kind, Row
 from lightning_ptdp.tensor_parallel.kinds.kind import has_own_forward
 from lightning_ptdp.tensor_parallel.kinds.linear_kinds import (
@@ -67,18 +67,15 @@ class Float8Product(MatrixProduct):
     def output(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return x W^T + bias."""
         with torch.autocast(x.device.type, enabled=False):
-            y = self._scaled(_rows(x), "input", -1).mm(self._weight(0))
+            y = scaled(rows(x), "input", -1, self.recipe).mm(self._weight(0))
             y = y if bias is None else y.add_(bias.to(y.dtype))
         return y.view(*x.shape[:-1], y.size(-1))
 
     def input_gradient(self, grad: Tensor) -> Tensor:
         """Return the gradient of the input, (..., i), from that of the output, (..., o)."""
         weight = self._weight(-1)
-        return (
-            self._scaled(_rows(grad), "grad_output", -1)
-            .mm(weight.t())
-            .view(*grad.shape[:-1], weight.size(0))
-        )
+        product = scaled(rows(grad), "grad_output", -1, self.recipe).mm(weight.t())
+        return product.view(*grad.shape[:-1], weight.size(0))
 
     def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
         """Return the gradient of the weight, in the weight's shape.
@@ -87,24 +84,16 @@ class Float8Product(MatrixProduct):
             grad: Gradient of the output, (..., o).
             x: Input, (..., i).
         """
-        left = _rows(grad)
-        right = _rows(x)
-        pads = left.size(0) % _UNIT != 0
-        product = (
-            self._scaled(left, "grad_output", 0, pads=pads)
-            .t()
-            .mm(self._scaled(right, "input", 0, pads=pads))
-        )
+        grad = rows(grad)
+        pads = grad.size(0) % _UNIT != 0
+        left = scaled(grad, "grad_output", 0, self.recipe, pads=pads)
+        right = scaled(rows(x), "input", 0, self.recipe, pads=pads)
+        product = left.t().mm(right)
         return product.t() if self.transposed else product
 
     def add_weight_gradient(self, grad: Tensor, x: Tensor) -> None:
         """Add ``weight_gradient`` to ``weight.grad``."""
         add_to_gradient(self.weight, self.weight_gradient(grad, x))
-
-    def _scaled(
-        self, matrix: Tensor, role: Role, dim: Literal[0, -1], *, pads: bool = False
-    ) -> Tensor:
-        return scaled(matrix, role, dim, self.recipe, pads=pads)
 
     def _weight(self, dim: Literal[0, -1]) -> Tensor:
         """Return the weight as (i, o) in float8."""
@@ -113,7 +102,7 @@ class Float8Product(MatrixProduct):
             values = values if self.transposed else values.t()
             return weight_operand(values, scale, self.weight.dtype, self.recipe)
         weight = self.weight.detach()
-        return self._scaled(weight if self.transposed else weight.t(), "weight", dim)
+        return scaled(weight if self.transposed else weight.t(), "weight", dim, self.recipe)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -200,8 +189,7 @@ def apply_fp8(
     names = dict[str, None]()
     for name, layer in _layers(module, blocks):
         weight = layer.get_parameter("weight")
-        rows, columns = weight.shape
-        _check_sizes(name, rows, columns)
+        _check_sizes(name, *weight.shape)
         if gather is not None and scaling == "tensorwise":
             rounded.setdefault(weight, RoundedWeight(recipe))
         products = partial(Float8Product, recipe=recipe, rounded=rounded.get(weight))
@@ -260,16 +248,10 @@ def _check_device(device: torch.device) -> None:
         and torch.version.hip is None
         and torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY
     ):
-        name, (major, minor) = (
-            torch.cuda.get_device_name(device),
-            torch.cuda.get_device_capability(device),
-        )
+        name = torch.cuda.get_device_name(device)
+        major, minor = torch.cuda.get_device_capability(device)
         raise ValueError(
             "fp8 needs a GPU with float8 products (compute capability "
             f"{'.'.join(map(str, _LEAST_CAPABILITY))}), but this {name} has {major}.{minor}. "
             "Use fp8=None with precision='bf16-mixed' or 'bf16-true'"
         )
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.size(-1))

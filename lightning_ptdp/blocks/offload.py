@@ -35,8 +35,8 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -154,7 +154,8 @@ class Offload:
         leaving = self._last
         if leaving is not None:
             leaving.send()
-        self._last, hooks = None, cast(Context, contextlib.nullcontext())
+        self._last = None
+        hooks: Context = contextlib.nullcontext()
         if staying is not None:
             before = leaving if leaving is not None and leaving.layer == layer - 1 else None
             self._last = block = _Block(
@@ -174,24 +175,22 @@ class Offload:
         return self._stream
 
 
+@dataclass(eq=False)
 class _Block:
     """Saved tensors of one call of a block: on the device, sent, or fetched."""
 
-    def __init__(
-        self, layer: int, staying: _Staying, before: _Block | None, stream: torch.cuda.Stream | None
-    ) -> None:
-        self.layer = layer
-        self._staying = staying
-        self._before = before
-        self._stream = stream
-        self._storages: dict[tuple[int, int], weakref.ref[_Storage]] = {}
-        self._leaving: list[_Storage] = []
-        self._wanted = False
-        self._done: torch.cuda.Event | None = None
+    layer: int
+    staying: _Staying
+    before: _Block | None
+    stream: torch.cuda.Stream | None
+    _storages: dict[tuple[int, int], weakref.ref[_Storage]] = field(default_factory=dict)
+    _leaving: list[_Storage] = field(default_factory=list)
+    _wanted: bool = False
+    _done: torch.cuda.Event | None = None
 
     def pack(self, tensor: Tensor) -> Tensor | _Saved:
         """Return a replacement of a tensor that autograd saves."""
-        if self._staying.holds(tensor):
+        if self.staying.holds(tensor):
             return tensor
         storage = tensor.untyped_storage()
         key = storage.data_ptr(), tensor._version
@@ -200,7 +199,8 @@ class _Block:
         if stored is None:
             if tensor.nbytes < _VIEW * storage.nbytes():
                 return tensor
-            stored = _Storage(tensor.new_empty(0, dtype=torch.uint8).set_(storage))
+            on_device = tensor.new_empty(0, dtype=torch.uint8).set_(storage)
+            stored = _Storage(on_device.numel(), on_device)
             self._storages[key] = weakref.ref(stored)
         return _Saved(
             stored, tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride()
@@ -212,9 +212,9 @@ class _Block:
             return saved
         self.fetch()
         if self._done is not None:
-            torch.cuda.current_stream(self._staying.device).wait_event(self._done)
-        if self._before is not None:
-            self._before.fetch()
+            torch.cuda.current_stream(self.staying.device).wait_event(self._done)
+        if self.before is not None:
+            self.before.fetch()
         return saved.tensor()
 
     def send(self) -> None:
@@ -225,14 +225,14 @@ class _Block:
         with self._copying():
             for storage in self._leaving:
                 storage.host = torch.empty(
-                    storage.nbytes, dtype=torch.uint8, pin_memory=self._stream is not None
+                    storage.nbytes, dtype=torch.uint8, pin_memory=self.stream is not None
                 )
                 storage.host.copy_(storage.on_device, non_blocking=True)
 
     def release(self) -> None:
         """Release the memory of tensors that have been copied."""
         if self._done is not None:
-            torch.cuda.current_stream(self._staying.device).wait_event(self._done)
+            torch.cuda.current_stream(self.staying.device).wait_event(self._done)
         for storage in self._leaving:
             storage.device = None
         self._leaving = []
@@ -245,14 +245,14 @@ class _Block:
         missing = [storage for storage in self._alive() if storage.device is None]
         for storage in missing:
             storage.device = torch.empty(
-                storage.nbytes, dtype=torch.uint8, device=self._staying.device
+                storage.nbytes, dtype=torch.uint8, device=self.staying.device
             )
         with self._copying():
             for storage in missing:
                 assert storage.host is not None
                 storage.on_device.copy_(storage.host, non_blocking=True)
-                if self._stream is not None:
-                    storage.on_device.record_stream(self._stream)
+                if self.stream is not None:
+                    storage.on_device.record_stream(self.stream)
 
     def _alive(self) -> list[_Storage]:
         return [
@@ -262,22 +262,22 @@ class _Block:
     @contextlib.contextmanager
     def _copying(self) -> Iterator[None]:
         """Queue copies after the computation so far, in parallel to later computation."""
-        if self._stream is None:
+        if self.stream is None:
             yield
             return
-        self._stream.wait_stream(torch.cuda.current_stream(self._staying.device))
-        with torch.cuda.stream(self._stream):
+        self.stream.wait_stream(torch.cuda.current_stream(self.staying.device))
+        with torch.cuda.stream(self.stream):
             yield
-        self._done = self._stream.record_event()
+        self._done = self.stream.record_event()
 
 
+@dataclass(eq=False)
 class _Storage:
     """Bytes on the device, on the host, or both."""
 
-    def __init__(self, device: Tensor) -> None:
-        self.nbytes = device.numel()
-        self.device: Tensor | None = device
-        self.host: Tensor | None = None
+    nbytes: int
+    device: Tensor | None
+    host: Tensor | None = None
 
     @property
     def on_device(self) -> Tensor:

@@ -65,10 +65,9 @@ def check_recompute_options(policy: str, layers: Layers = None, *, num_stages: i
             f"recompute_layers={_shown(layers)} has no effect with recompute='none'. Use "
             "recompute='full', 'selective' or 'offload', or leave recompute_layers out"
         )
-    counts = list(layers) if isinstance(layers, Sequence) else [layers]
-    if not isinstance(layers, int) and len(counts) != num_stages:
+    if isinstance(layers, Sequence) and len(layers) != num_stages:
         raise ValueError(
-            f"recompute_layers={counts} has {len(counts)} entries, but pipeline_parallel_size "
+            f"recompute_layers={_shown(layers)} has {len(layers)} entries, but pipeline_parallel_size "
             f"* virtual_pipeline_size = {num_stages}. Give one number per stage, or one number "
             "for all stages"
         )
@@ -93,9 +92,8 @@ def check_recomputation(
     """
     if policy == "none":
         return
-    blocks = find_blocks(module) if blocks is None else blocks
-    names = as_names(blocks)
-    _layers_a_stage(layers, ranges or ((0, len(layers_of(module, names))),))
+    names = find_blocks(module) if blocks is None else as_names(blocks)
+    _chosen_numbers(module, names, ranges, layers)
     if policy != "selective":
         return
     if not selective:
@@ -155,7 +153,7 @@ def apply_recomputation(
     if policy == "none":
         return
     blocks = find_blocks(module) if blocks is None else blocks
-    numbers = _chosen_numbers(ranges or ((0, len(layers_of(module, blocks))),), layers)
+    numbers = _chosen_numbers(module, blocks, ranges, layers)
     stage_blocks = list(local_blocks(module, blocks))
     surroundings = surroundings if surroundings is not None and surroundings.recompute else None
     if policy == "offload":
@@ -164,13 +162,11 @@ def apply_recomputation(
             options = {"offload": offload, "layer": block.number, "sends": block.number in numbers}
             replace_forward(block.module, Offloaded, surroundings=surroundings, **options)
         return
-    chosen = [block for block in stage_blocks if block.number in numbers]
-    group = (
-        shard_input
-        if policy == "full" and shard_input is not None and shard_input.size > 1
-        else None
-    )
-    for block in chosen:
+    is_shared = policy == "full" and shard_input is not None and shard_input.size > 1
+    group = shard_input if is_shared else None
+    for block in stage_blocks:
+        if block.number not in numbers:
+            continue
         targets = _outermost(block, selective) if policy == "selective" else [block.module]
         for target in targets:
             options = {"shard_input": group, "draws": RandomDraws(target)}
@@ -251,9 +247,14 @@ class _InParts:
         return run(tensor, *inputs)
 
 
-def _chosen_numbers(ranges: Ranges, layers: Layers) -> set[int]:
-    """Return the numbers of the layers that are recomputed: the first ones of each stage."""
-    counts = _layers_a_stage(layers, ranges)
+def _chosen_numbers(module: nn.Module, blocks: Blocks, ranges: Ranges, layers: Layers) -> set[int]:
+    """Return the numbers of the layers that are recomputed: the first ones of each stage.
+
+    Raises:
+        ValueError: A stage has fewer layers than must be recomputed.
+    """
+    ranges = ranges or ((0, len(layers_of(module, blocks))),)
+    counts = _layers_a_stage(layers, [stop - start for start, stop in ranges])
     return {
         number
         for (start, _), count in zip(ranges, counts, strict=True)
@@ -274,8 +275,7 @@ def _outermost(block: LocalBlock, patterns: Sequence[str]) -> Iterator[nn.Module
             yield module
 
 
-def _layers_a_stage(layers: Layers, ranges: Ranges) -> list[int]:
-    sizes = [stop - start for start, stop in ranges]
+def _layers_a_stage(layers: Layers, sizes: list[int]) -> list[int]:
     if layers is None:
         return sizes
     if isinstance(layers, int):

@@ -36,8 +36,6 @@ from lightning_ptdp.context_parallel.slice_functions import SliceFunctions
 from lightning_ptdp.forward.surroundings import Contexts, Forward, Surrounding
 from lightning_ptdp.world.mesh import Group
 
-PADDING_KEYS = ("attention_mask", "key_padding_mask", "src_key_padding_mask", "padding_mask")
-
 
 @dataclass(kw_only=True)
 class ContextForward(Supplier, SliceFunctions):
@@ -87,7 +85,6 @@ class ContextParallel(Surrounding):
         group: The context group, preferably without other communication.
         attention: "ring" or "all_to_all".
         sequence_dims: See ``sequence_batch.py``.
-        padding_keys: Names of the batch's tensors (b, s) that mark padding.
         needs_positions: Refuse a model that does not accept the positions of its tokens in the full
             sequence. False for a model that needs no positions.
         sequence_parallel_size: t under sequence parallelism, else 1.
@@ -97,39 +94,48 @@ class ContextParallel(Surrounding):
     group: Group
     attention: AttentionKind = "ring"
     sequence_dims: SequenceDims = field(default_factory=dict)
-    padding_keys: tuple[str, ...] = PADDING_KEYS
     needs_positions: bool = True
     sequence_parallel_size: int = 1
     attending: Container[int] = (0,)
     _module: nn.Module | None = field(default=None, repr=False)
-    _takers: dict[nn.Module, list[Taker]] = field(default_factory=dict, repr=False)
+    _takers: list[Taker] = field(default_factory=list, repr=False)
     _packed: bool = field(default=False, repr=False)
     _seen: dict[int, set[tuple[bool, int]]] = field(default_factory=dict, repr=False)
     _full: set[tuple[int, int | None]] = field(default_factory=set, repr=False)
 
     def attach(self, module: nn.Module) -> Callable[[], None]:
-        """Store the module whose forwards are intercepted."""
+        """Store the module whose forwards are intercepted: the LightningModule, or a model."""
         self._module = module
+        self._takers = find_takers(module)
+        self._seen.clear()
         return super().attach(module)
 
     @contextlib.contextmanager
     def around(self, forward: Forward) -> Iterator[None]:
-        """Run ``forward`` of the attached module on this rank's slice."""
-        assert self._module is not None
-        with self.forward(
-            self._module,
-            forward.whole,
-            expects_attention=forward.stage in self.attending,
-            stage=forward.stage,
-        ) as running:
-            running.draws_alike = lambda: forward.draws_alike
-            forward.batch = running.batch
-            forward.part = running
+        """Run ``forward`` of the attached module on this rank's slice.
+
+        Collective. The batch has the full sequence and is the same on all ranks of the group. No
+        backward may run inside.
+
+        Raises:
+            ValueError: The batch has no sequence, or a sequence that cannot be cut.
+            ContextParallelError: The forward did something that a slice of the sequence does not
+                support, called no attention that could be replaced although its stage has some, or
+                cannot receive the positions of its tokens.
+        """
+        running = self._begin(forward.whole, self._seen.get(forward.stage, set()))
+        running.draws_alike = lambda: forward.draws_alike
+        forward.batch = running.batch
+        forward.part = running
+        with running.active():
             yield
+        self._check(running, expects_attention=forward.stage in self.attending)
+        if running.attention.seen:
+            self._seen.setdefault(forward.stage, running.attention.seen)
 
     def moved(self, before: Any, after: Any) -> None:
         """Note the padding masks that hide nothing, while no device has to be read."""
-        here, there = (padding_masks(batch, self.padding_keys) for batch in (before, after))
+        here, there = (padding_masks(batch) for batch in (before, after))
         pairs = zip(here, there, strict=True) if len(here) == len(there) else ()
         self._full = {_identity(mask) for read, mask in pairs if not may_hide(read)}
 
@@ -138,40 +144,7 @@ class ContextParallel(Surrounding):
         assert isinstance(forward.part, ContextForward)
         return contextlib.nullcontext(), forward.part.active()
 
-    @contextlib.contextmanager
-    def forward(
-        self, module: nn.Module, batch: Any, *, expects_attention: bool = True, stage: int = 0
-    ) -> Iterator[ContextForward]:
-        """Run one step of ``module`` on (a microbatch of) a batch inside the context.
-
-        Collective. No backward may run inside.
-
-        Args:
-            module: The LightningModule, or any module that contains the model.
-            batch: Batch with the full sequence, the same on all ranks of the group.
-            expects_attention: Raise if no attention call was replaced; False for a pipeline stage
-                without attention.
-            stage: The pipeline stage that runs.
-
-        Raises:
-            ValueError: The batch has no sequence, or a sequence that cannot be cut.
-            ContextParallelError: The forward did something that a slice of the sequence does not
-                support, called no attention that could be replaced, or cannot receive the positions
-                of its tokens.
-        """
-        if module not in self._takers:
-            self._takers = {module: find_takers(module)}
-            self._seen.clear()
-        running = self._begin(module, batch, self._seen.get(stage, set()))
-        with running.active():
-            yield running
-        self._check(running, expects_attention)
-        if running.attention.seen:
-            self._seen.setdefault(stage, running.attention.seen)
-
-    def _begin(
-        self, module: nn.Module, batch: Any, seen: Collection[tuple[bool, int]]
-    ) -> ContextForward:
+    def _begin(self, batch: Any, seen: Collection[tuple[bool, int]]) -> ContextForward:
         length = sequence_length(batch, self.sequence_dims)
         size = self.group.size
         rank = self.group.rank
@@ -179,28 +152,27 @@ class ContextParallel(Surrounding):
         local = shard_batch(
             batch, length=length, rank=rank, size=size, sequence_dims=self.sequence_dims
         )
-        takers = self._takers[module]
         if (
             self.needs_positions
             and _given(batch) is None
-            and not any(taker.takes_positions for taker in takers)
+            and not any(taker.takes_positions for taker in self._takers)
         ):
             raise ContextParallelError(
-                f"no module in {type(module).__name__} takes position_ids, and a model that "
+                f"no module in {type(self._module).__name__} takes position_ids, and a model that "
                 "counts positions itself would start from 0 on every context rank. Add a "
                 "parameter position_ids to its forward, or put 'position_ids' (batch, "
                 "sequence) into the batch and use them. If the model needs no positions, use "
                 "context_parallel_positions=False"
             )
         pos_ids = positions(length, rank, size, device=next(iterate_tensors(local)).device)[None]
-        masks = padding_masks(batch, self.padding_keys)
+        masks = padding_masks(batch)
         padded = any(may_hide(mask) and _identity(mask) not in self._full for mask in masks)
         known = self._known(batch, seen, padded=padded)
         return ContextForward(
             batch=local,
             group=self.group,
             length=length,
-            takers=takers,
+            takers=self._takers,
             positions=pos_ids,
             documents=self._documents(batch),
             padding=_given(local, "attention_mask"),
@@ -241,14 +213,14 @@ class ContextParallel(Surrounding):
         if (
             not isinstance(places, Tensor)
             or batch.get("attention_mask") is not None
-            or not any(t.reads_documents for takers in self._takers.values() for t in takers)
+            or not any(taker.reads_documents for taker in self._takers)
         ):
             return None
         documents = find_documents(places)
         self._packed = self._packed or bool(documents.any())
         return documents if self._packed else None
 
-    def _check(self, running: ContextForward, expects_attention: bool) -> None:
+    def _check(self, running: ContextForward, *, expects_attention: bool) -> None:
         if running.shifts is not None and running.shifted_targets is None:
             raise running.shifts
         if expects_attention and not running.attention.attended:

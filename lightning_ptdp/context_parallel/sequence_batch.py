@@ -9,7 +9,7 @@ are the same on all ranks. Exceptions to the rule are given by name::
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -19,6 +19,7 @@ from lightning_ptdp.base.nested import map_named, named_tensors
 
 SequenceDims = Mapping[str, int | None]
 _IGNORED_LABEL = -100
+_PADDING = ("attention_mask", "key_padding_mask", "src_key_padding_mask", "padding_mask")
 
 
 def sequence_length(batch: Any, sequence_dims: SequenceDims | None = None) -> int:
@@ -31,11 +32,8 @@ def sequence_length(batch: Any, sequence_dims: SequenceDims | None = None) -> in
         ValueError: No tensor has a dimension 1, or the named dimensions disagree.
     """
     tensors = named_tensors(batch)
-    named = {
-        name: t.size(dim)
-        for name, t in tensors
-        if (dim := (sequence_dims or {}).get(name)) is not None
-    }
+    dims = sequence_dims or {}
+    named = {name: t.size(dim) for name, t in tensors if (dim := dims.get(name)) is not None}
     if len(set(named.values())) > 1:
         raise ValueError(
             f"sequence_dims names dimensions of different lengths: {named}. All of them must "
@@ -43,9 +41,7 @@ def sequence_length(batch: Any, sequence_dims: SequenceDims | None = None) -> in
         )
     if named:
         return next(iter(named.values()))
-    allowed = [
-        (name, t) for name, t in tensors if t.dim() > 1 and name not in (sequence_dims or {})
-    ]
+    allowed = [(name, t) for name, t in tensors if t.dim() > 1 and name not in dims]
     model_inputs = [t for name, t in allowed if name in ("input_ids", "inputs_embeds")]
     candidates = model_inputs or [t for _, t in allowed]
     if not candidates:
@@ -93,12 +89,12 @@ def shard_batch(
     return batch if size == 1 else map_named(batch, cut)
 
 
-def padding_masks(batch: Any, names: Sequence[str]) -> list[Tensor]:
-    """Return the tensors (b, s) under ``names``, which may mark tokens as padding."""
+def padding_masks(batch: Any) -> list[Tensor]:
+    """Return the tensors (b, s) that may mark tokens as padding."""
     return [
         tensor
         for name, tensor in named_tensors(batch)
-        if name in names and tensor.dim() == 2 and tensor.numel()
+        if name in _PADDING and tensor.dim() == 2 and tensor.numel()
     ]
 
 

@@ -2,26 +2,49 @@
 
 Attention covers the full sequence (``attention/``). A model that selects a token gets the token of
 the full sequence instead of the slice's: ``x[:, 0]`` for a classifier, ``x[:, -1]`` for a score. The
-group's first rank holds both tokens (``sequence_chunks.py``) and broadcasts them. Shifts along time
-are refused, and random numbers are those of one process.
+group's first rank holds both tokens (``sequence_chunks.py``) and broadcasts them.
+
+Shifts along time are refused. The neighbours of the tokens at the ends of a rank's chunks are on
+other ranks, so ``logits[:, :-1]`` with ``labels[:, 1:]`` would leave the pair at every end of a chunk
+out of the loss.
+
+Random numbers are those of one process: the numbers of the full sequence are drawn, and a rank keeps
+those of its slice. All context ranks draw from one stream outside of the blocks. Values of a sample
+(a diffusion's time, a mixing factor) are therefore the same on all ranks, and values of a token are
+those of one process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeGuard
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_ptdp.attention import ContextParallelError, SlicedAttention, intercepted
+from lightning_ptdp.attention import (
+    ContextParallelError,
+    SlicedAttention,
+    intercepted,
+    shard_sequence,
+)
 from lightning_ptdp.base.function_replacement import Replacing
-from lightning_ptdp.context_parallel.dropout_draws import SliceDraws
 from lightning_ptdp.world.mesh import Group
+
+_Function = Callable[..., Tensor]
+
+_FILLS = (
+    Tensor.uniform_,
+    Tensor.normal_,
+    Tensor.random_,
+    Tensor.exponential_,
+    Tensor.bernoulli_,
+)
 
 
 @dataclass(kw_only=True)
@@ -45,85 +68,167 @@ class SliceFunctions:
 
     def mode(self) -> Replacing:
         """Return the mode under which the functions are replaced."""
-        draws = SliceDraws(
-            length=self.length,
-            rank=self.group.rank,
-            size=self.group.size,
-            applies=lambda: self.draws_alike(),
-        )
         return Replacing(
             {
-                **draws.replaced(),
-                **shifting_functions(self.length, self.group.size),
+                **{fill: partial(self._fill, fill) for fill in _FILLS},
+                torch.rand: partial(self._new, Tensor.uniform_),
+                torch.randn: partial(self._new, Tensor.normal_),
+                torch.rand_like: partial(self._like, Tensor.uniform_),
+                torch.randn_like: partial(self._like, Tensor.normal_),
+                torch.randint: self._integers,
+                F.dropout: self._dropout,
+                **{roll: partial(self._roll, roll) for roll in (torch.roll, Tensor.roll)},
+                **{cut: partial(self._narrow, cut) for cut in (torch.narrow, Tensor.narrow)},
                 **intercepted(self.attention),
                 Tensor.__getitem__: self.index,
             }
         )
 
+    def _has_slice(self, x: Tensor) -> bool:
+        """Return True if ``x`` has this rank's tokens along dimension 1."""
+        return x.dim() > 1 and x.size(1) * self.group.size == self.length
+
+    # ---- selection of a token --------------------------------------------------------------------
+
     def index(self, x: Tensor, index: Any) -> Tensor:
         """Return ``x[index]`` of the full sequence, if it selects a token.
+
+        Collective then.
 
         Raises:
             ContextParallelError: It shifts the sequence, or selects a token in the middle.
         """
         try:
-            check_index(x, index, length=self.length, size=self.group.size)
+            self.check_index(x, index)
         except ContextParallelError as error:
             if x.is_floating_point():
                 raise
-            self.shifts = (
-                error  # a step may shift labels only to count those of a model that shifts
-            )
-        token = pick_token(x, index, length=self.length, group=self.group)
-        return x[index] if token is None else token
+            # A step may shift labels only to count those of a model that shifts.
+            self.shifts = error
+        if self.selects_token(x, index):
+            return _FromFirst.apply(x[index].contiguous(), self.group)
+        return x[index]
 
+    def selects_token(self, x: Tensor, index: object) -> bool:
+        """Return True if ``x[index]`` selects a token of a hidden state (b, s/c, h).
 
-def pick_token(x: object, index: object, *, length: int, group: Group) -> Tensor | None:
-    """Return the result of ``x[index]`` for the full sequence.
+        It must do so on all ranks of the group. A hidden state is recognized by its floating-point
+        dtype and the slice's length along dimension 1.
 
-    Collective if the index selects a token; it must do so on all ranks of the group.
-
-    Args:
-        x: Indexed tensor. A hidden state (b, s/c, h) is recognized by its floating-point dtype and
-            the slice's length along dimension 1.
-        index: The index in ``x[...]``.
-        length: s, tokens of the full sequence.
-        group: The context group.
-
-    Returns:
-        (b, ...) with a gradient for the rank that holds the token; None if no token of a hidden
-        state is selected.
-
-    Raises:
-        ContextParallelError: A token in the middle is selected, or a token of each sample by
-            number.
-    """
-    if not (
-        isinstance(x, Tensor)
-        and x.dim() == 3
-        and x.is_floating_point()
-        and x.size(1) == length // group.size
-    ):
-        return None
-    if not (isinstance(index, tuple) and len(index) > 1):
-        return None
-    if (
-        isinstance(index[0], Tensor)
-        and isinstance(index[1], Tensor)
-        and not index[1].is_floating_point()
-    ):
-        selection = "a token per sample by its index"
-    elif isinstance(index[0], Tensor) or index[0] != slice(None) or type(index[1]) is not int:
-        return None
-    else:
-        selection = f"token {index[1]}" if index[1] not in (0, -1) else ""
-    if selection:
+        Raises:
+            ContextParallelError: A token in the middle is selected, or a token of each sample by
+                number.
+        """
+        if not (x.dim() == 3 and x.is_floating_point() and self._has_slice(x)):
+            return False
+        if not (isinstance(index, tuple) and len(index) > 1):
+            return False
+        samples, token = index[:2]
+        if (
+            isinstance(samples, Tensor)
+            and isinstance(token, Tensor)
+            and not token.is_floating_point()
+        ):
+            selection = "a token per sample by its index"
+        elif isinstance(samples, Tensor) or samples != slice(None) or type(token) is not int:
+            return False
+        elif token in (0, -1):
+            return True
+        else:
+            selection = f"token {token}"
         raise ContextParallelError(
-            f"the model selects {selection} from a hidden state, but each of {group.size} context "
-            f"ranks has a slice of {x.size(1)} tokens. Only the first (0) and the last (-1) "
+            f"the model selects {selection} from a hidden state, but each of {self.group.size} "
+            f"context ranks has a slice of {x.size(1)} tokens. Only the first (0) and the last (-1) "
             "token can be selected. Use context_parallel_size=1"
         )
-    return _FromFirst.apply(x[index].contiguous(), group)
+
+    # ---- shifts along time -----------------------------------------------------------------------
+
+    def check_index(self, x: Tensor, index: object) -> None:
+        """Check that ``x[index]`` drops no tokens at an end of this rank's slice.
+
+        Only hidden states or logits (b, s/c, h), and tokens or labels (b, s/c), are checked.
+
+        Raises:
+            ContextParallelError: It drops tokens.
+        """
+        span = _along_time(index, x.dim()) if self._is_slice(x) else None
+        if span is None:
+            return
+        start, stop, step = span.indices(x.size(1))
+        # A selection of half of the tokens or less is not a shift.
+        if step == 1 and x.size(1) < 2 * (stop - start) < 2 * x.size(1):
+            ends = ":".join("" if end is None else str(end) for end in (span.start, span.stop))
+            self._refuse(f"takes tokens [{ends}]", x)
+
+    def _roll(self, function: _Function, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        dims = kwargs.get("dims", args[-1] if len(args) > 1 else None)
+        dims = (dims,) if isinstance(dims, int) else dims or ()
+        if self._is_slice(x) and any(dim % x.dim() == 1 for dim in dims):
+            self._refuse("rolls the tokens", x)
+        return function(x, *args, **kwargs)
+
+    def _narrow(self, function: _Function, x: Tensor, dim: int, start: Any, length: int) -> Tensor:
+        if isinstance(start, int) and dim % max(x.dim(), 1) == 1:
+            start = start % x.size(1) if start < 0 else start
+            self.check_index(x, (slice(None), slice(start, start + length)))
+        return function(x, dim, start, length)
+
+    def _is_slice(self, x: Tensor) -> bool:
+        """Return True for a slice of hidden states or logits, or of tokens or labels."""
+        return x.dim() == (3 if x.is_floating_point() else 2) and self._has_slice(x)
+
+    def _refuse(self, action: str, x: Tensor) -> NoReturn:
+        raise ContextParallelError(
+            f"the step {action} of a tensor {tuple(x.shape)}, but each of {self.group.size} context "
+            f"ranks has {x.size(1)} of {self.length} tokens, in two chunks. Pairs of neighbours at "
+            "the ends of the chunks would be lost. Shift labels in the dataset or the collate "
+            "function, or use context_parallel_size=1"
+        )
+
+    # ---- random numbers --------------------------------------------------------------------------
+
+    def _draws_slice(self, x: Tensor) -> bool:
+        return self.draws_alike() and self._has_slice(x)
+
+    def _fill(self, fill: _Function, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not self._draws_slice(x) or any(
+            isinstance(value, Tensor) for value in (*args, *kwargs.values())
+        ):
+            return fill(x, *args, **kwargs)
+        full = x.new_empty((x.size(0), self.length, *x.shape[2:]))
+        with torch.no_grad():
+            drawn = fill(full, *args, **kwargs)
+            return x.copy_(shard_sequence(drawn, 1, rank=self.group.rank, size=self.group.size))
+
+    def _new(self, fill: _Function, *size: Any, **kwargs: Any) -> Tensor:
+        generator = kwargs.pop("generator", None)
+        return self._fill(fill, torch.empty(*size, **kwargs), generator=generator)
+
+    def _like(self, fill: _Function, x: Tensor, **kwargs: Any) -> Tensor:
+        return self._fill(fill, torch.empty_like(x, **kwargs))
+
+    def _integers(self, *args: Any, **kwargs: Any) -> Tensor:
+        numbers = list(args)
+        size = kwargs.pop("size") if "size" in kwargs else numbers.pop()
+        high = kwargs.pop("high") if "high" in kwargs else numbers.pop()
+        low = kwargs.pop("low", numbers[0] if numbers else 0)
+        generator = kwargs.pop("generator", None)
+        return self._fill(
+            Tensor.random_,
+            torch.empty(size, **{"dtype": torch.int64, **kwargs}),
+            low,
+            high,
+            generator=generator,
+        )
+
+    def _dropout(
+        self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> Tensor:
+        if not training or not 0 < p < 1 or not self._draws_slice(input):
+            return F.dropout(input, p, training, inplace)
+        dropout_mask = self._fill(Tensor.bernoulli_, torch.empty_like(input), 1 - p).div_(1 - p)
+        return input.mul_(dropout_mask) if inplace else input * dropout_mask
 
 
 class _FromFirst(torch.autograd.Function):
@@ -144,87 +249,10 @@ class _FromFirst(torch.autograd.Function):
         return total if ctx.group.rank == 0 else torch.zeros_like(total), None
 
 
-# ---- Detection of shifts along time, which a slice of the sequence does not support --------------
-#
-# The neighbours of the tokens at the ends of its chunks are on other ranks. ``logits[:, :-1]`` with
-# ``labels[:, 1:]`` would leave the pair at every end of a chunk out of the loss.
-
-
-def check_index(x: object, index: object, *, length: int, size: int) -> None:
-    """Check that ``x[index]`` drops no tokens at an end of this rank's slice.
-
-    Args:
-        x: Indexed tensor. Only hidden states or logits (b, s/c, h), and tokens or labels (b, s/c),
-            are checked.
-        index: The index in ``x[...]``.
-        length: s, tokens of the full sequence.
-        size: c.
-
-    Raises:
-        ContextParallelError: It drops tokens.
-    """
-    if not _is_slice(x, length // size) or not isinstance(index, tuple):
-        return
-    span = _along_time(index, x.dim())
-    if span is None:
-        return
-    start, stop, step = span.indices(x.size(1))
-    # A selection of half of the tokens or less is not a shift.
-    if step == 1 and x.size(1) < 2 * (stop - start) < 2 * x.size(1):
-        ends = ":".join("" if end is None else str(end) for end in (span.start, span.stop))
-        _refuse(f"takes tokens [{ends}]", x, length, size)
-
-
-def shifting_functions(length: int, size: int) -> Mapping[Callable[..., Any], Callable[..., Any]]:
-    """Return further functions that can shift along time, and their checked versions."""
-    return {
-        **{
-            function: partial(_roll, function, length, size)
-            for function in (torch.roll, Tensor.roll)
-        },
-        **{
-            function: partial(_narrow, function, length, size)
-            for function in (torch.narrow, Tensor.narrow)
-        },
-    }
-
-
-def _roll(
-    function: Callable[..., Tensor], length: int, size: int, x: Tensor, *args: Any, **kwargs: Any
-) -> Tensor:
-    dims = kwargs.get("dims", args[-1] if len(args) > 1 else None)
-    dims = (dims,) if isinstance(dims, int) else dims or ()
-    if _is_slice(x, length // size) and any(dim % x.dim() == 1 for dim in dims):
-        _refuse("rolls the tokens", x, length, size)
-    return function(x, *args, **kwargs)
-
-
-def _narrow(
-    function: Callable[..., Tensor],
-    length: int,
-    size: int,
-    x: Tensor,
-    dim: int,
-    start: Any,
-    count: int,
-) -> Tensor:
-    if isinstance(start, int) and dim % max(x.dim(), 1) == 1:
-        start = start % x.size(1) if start < 0 else start
-        check_index(x, (slice(None), slice(start, start + count)), length=length, size=size)
-    return function(x, dim, start, count)
-
-
-def _is_slice(x: object, local: int) -> TypeGuard[Tensor]:
-    """Return True for a slice of hidden states or logits, or of tokens or labels."""
-    return (
-        isinstance(x, Tensor)
-        and x.dim() == (3 if x.is_floating_point() else 2)
-        and x.size(1) == local
-    )
-
-
-def _along_time(index: tuple[Any, ...], dims: int) -> slice | None:
+def _along_time(index: object, dims: int) -> slice | None:
     """Return the slice of ``index`` for dimension 1, if it consists of slices and numbers."""
+    if not isinstance(index, tuple):
+        return None
     entries = [
         entry if isinstance(entry, (slice, int)) or entry is Ellipsis else None for entry in index
     ]
@@ -234,12 +262,3 @@ def _along_time(index: tuple[Any, ...], dims: int) -> slice | None:
         place = entries.index(Ellipsis)
         entries[place : place + 1] = [slice(None)] * (dims - len(entries) + 1)
     return entries[1] if len(entries) > 1 and isinstance(entries[1], slice) else None
-
-
-def _refuse(action: str, x: Tensor, length: int, size: int) -> None:
-    raise ContextParallelError(
-        f"the step {action} of a tensor {tuple(x.shape)}, but each of {size} context ranks has "
-        f"{x.size(1)} of {length} tokens, in two chunks. Pairs of neighbours at the ends of "
-        "the chunks would be lost. Shift labels in the dataset or the collate function, or "
-        "use context_parallel_size=1"
-    )

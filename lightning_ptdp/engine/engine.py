@@ -41,7 +41,6 @@ from lightning_ptdp.parallel_model import ParallelModel
 from lightning_ptdp.pipeline.p2p import Transport
 from lightning_ptdp.pipeline.program_observers import Observers
 from lightning_ptdp.pipeline.runtime import PipelineRuntime
-from lightning_ptdp.pipeline.stage import WholeModel
 from lightning_ptdp.pipeline.watchdog import OTHER_REPLICAS, Watchdog
 from lightning_ptdp.shims.lightning import LightningModule
 from lightning_ptdp.shims.torch import sharing_casts
@@ -106,7 +105,7 @@ class Engine:
                 explain=watchdog.explain,
             )
         self._runtime = PipelineRuntime(
-            cut=parallel.cut or WholeModel(),
+            cut=parallel.cut,
             transport=transport,
             group=pipeline,
             surroundings=surroundings,

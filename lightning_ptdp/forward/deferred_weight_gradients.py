@@ -177,7 +177,12 @@ class WeightGradients(Surrounding):
         """Call a function of torch; a product with a parameter may defer its weight gradient."""
         # The backward of a compiled graph is compiled as one.
         operands = None if torch.compiler.is_compiling() else read(*args, **kwargs)
-        if operands is None or not self.can_wait or not _can_wait(*operands[:3]):
+        if (
+            operands is None
+            # Hooks of another library's checkpoint: its recomputation would not be intercepted.
+            or not (self._recomputing or saved_tensor_hooks() == self._usual_hooks)
+            or not _can_wait(*operands[:3])
+        ):
             return function(*args, **kwargs)
         x, weight, bias, transposed = operands
         return multiply(x, weight, bias, transposed=transposed, store=self, casts=self.casts)
@@ -202,11 +207,6 @@ class WeightGradients(Surrounding):
     def _again(self) -> Iterator[None]:
         with self._within_recomputation(), self.intercepting():
             yield
-
-    @property
-    def can_wait(self) -> bool:
-        """Return True if a product of a running forward may defer its weight gradient."""
-        return self._recomputing > 0 or saved_tensor_hooks() == self._usual_hooks
 
 
 Operands = tuple[Any, Any, Any, bool]

@@ -93,9 +93,11 @@ class MatrixProduct:
 
         It is added here, in fewer passes, if the running backward would add it to ``weight.grad``.
         """
-        if torch.compiler.is_compiling():  # a graph has no effects other than its outputs
-            return self.weight_gradient(grad, x)
-        if self.weight.grad is None or not adds_to_gradient(self.weight):
+        if (
+            torch.compiler.is_compiling()  # a graph has no effects other than its outputs
+            or self.weight.grad is None
+            or not adds_to_gradient(self.weight)
+        ):
             return self.weight_gradient(grad, x)
         self.add_weight_gradient(grad, x)
         return None
@@ -113,7 +115,7 @@ class MatrixProduct:
 
     def _factors(self, grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         left, right = (x, grad) if self.transposed else (grad, x)
-        return _rows(left).t(), _rows(right)
+        return rows(left).t(), rows(right)
 
     @property
     def matrix(self) -> Tensor:
@@ -124,7 +126,7 @@ class MatrixProduct:
 
 def bias_gradient(grad: Tensor) -> Tensor:
     """Return the gradient of the bias, (o), from that of the output, (..., o)."""
-    return _rows(grad).sum(0)
+    return rows(grad).sum(0)
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -168,5 +170,6 @@ def _multiplies_into(total: Tensor, factor: Tensor) -> bool:
     )
 
 
-def _rows(x: Tensor) -> Tensor:
+def rows(x: Tensor) -> Tensor:
+    """Return a tensor (..., n) as a matrix."""
     return x.reshape(-1, x.size(-1))

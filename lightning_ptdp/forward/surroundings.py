@@ -8,14 +8,17 @@ the content of the list.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 
 from lightning_ptdp.world.mesh import Group
+
+if TYPE_CHECKING:
+    from lightning_ptdp.forward.deferred_weight_gradients import WeightGradients
 
 Context = AbstractContextManager[object]
 Contexts = tuple[Context, Context]
@@ -44,19 +47,6 @@ class BatchPart(Protocol):
 
         With it, the mean over the group is the mean over all labels.
         """
-
-
-class Deferred(Protocol):
-    """Gradients that a backward leaves for later, by (stage, microbatch)."""
-
-    def collecting(self, key: Hashable) -> Context:
-        """Return the context of the backward of ``key``."""
-
-    def parameters(self, key: Hashable) -> list[Tensor]:
-        """Return the parameters whose gradients ``run`` adds to."""
-
-    def run(self, key: Hashable, done: Callable[[Tensor], None] | None = None) -> None:
-        """Compute the gradients; ``done`` is called with each parameter that is complete."""
 
 
 @dataclass(kw_only=True)
@@ -88,7 +78,7 @@ class Forward:
     draws_alike: bool = field(default=False, init=False)
     batch: Any = field(init=False)
     part: BatchPart | None = None
-    deferred: Deferred | None = None
+    deferred: WeightGradients | None = None
 
     def __post_init__(self) -> None:
         self.batch = self.whole
@@ -188,15 +178,15 @@ class Surroundings:
         They are the ``context_fn`` of ``torch.utils.checkpoint.checkpoint``.
         """
         running = self._running
-        pairs = (
-            []
-            if running is None
-            else [entry.recomputation(running) for entry in self.entries if entry.recomputes]
-        )
-        context_pairs = [pair for pair in pairs if pair is not None]
-        if running is None or not context_pairs:
+        pairs = [
+            pair
+            for entry in self.entries
+            if running is not None and entry.recomputes
+            if (pair := entry.recomputation(running)) is not None
+        ]
+        if running is None or not pairs:
             return contextlib.nullcontext(), contextlib.nullcontext()
-        first, again = zip(*context_pairs, strict=True)
+        first, again = zip(*pairs, strict=True)
         return self._running_in(running, first), self._running_in(running, again)
 
     @contextlib.contextmanager

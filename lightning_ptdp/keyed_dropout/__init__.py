@@ -3,8 +3,8 @@
 It serves to compare layouts and to find errors; it costs time.
 
 A hash decides whether an element is dropped. Its inputs identify the element: the content of its
-sample, its position and channel, the module, the step (``keys.py``). torch uses the next number of
-a stream instead, whose order depends on the layout. ``keyed.py`` replaces torch's dropout.
+sample, its position and channel, the module, the step. torch uses the next number of a stream
+instead, whose order depends on the layout.
 """
 
 from lightning_ptdp.keyed_dropout.keyed import KeyedDropout, KeyedDropoutError

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -31,7 +31,6 @@ from lightning_ptdp.base.nested import batch_size, iterate_tensors
 from lightning_ptdp.base.random import derive_seed
 from lightning_ptdp.context_parallel import sequence_length
 from lightning_ptdp.forward.surroundings import Context, Contexts, Forward, Surrounding
-from lightning_ptdp.keyed_dropout.keys import sample_keys, uniform
 from lightning_ptdp.tensor_parallel import give_randomness
 from lightning_ptdp.world.mesh import Group
 
@@ -55,6 +54,7 @@ class _Running:
     calls: list[list[Any]] = field(default_factory=list)
 
 
+@dataclass(kw_only=True, eq=False)
 class KeyedDropout(Surrounding):
     """Dropout of one rank, independent of the layout.
 
@@ -68,15 +68,12 @@ class KeyedDropout(Surrounding):
         seed: Seed of the run.
     """
 
-    def __init__(
-        self, *, tensor: Group, context: Group, sequence_parallel: bool, seed: int
-    ) -> None:
-        self._tensor = tensor
-        self._context = context
-        self._sequence_parallel = sequence_parallel
-        self._seed = seed
-        self._inside = False
-        self._running: _Running | None = None
+    tensor: Group
+    context: Group
+    sequence_parallel: bool
+    seed: int
+    _inside: bool = field(default=False, init=False)
+    _running: _Running | None = field(default=None, init=False)
 
     def attach(self, module: nn.Module) -> Callable[[], None]:
         """Track the calls of all modules inside; returns a function that undoes it."""
@@ -126,7 +123,7 @@ class KeyedDropout(Surrounding):
                 "but this batch has none (as a batch of graphs). Use keyed_dropout=False"
             ) from error
         samples = sample_keys(iterate_tensors(batch), count)
-        seed = derive_seed(self._seed, forward.hook, forward.step)
+        seed = derive_seed(self.seed, forward.hook, forward.step)
         return self._dropping(_Running(seed, samples, length), inside=False)
 
     def recomputation(self, forward: Forward) -> Contexts | None:
@@ -178,10 +175,10 @@ class KeyedDropout(Surrounding):
 
     def _kept_weights(self, weights: Tensor, p: float) -> Tensor:
         """Return the factors of attention weights, as ``_kept``."""
-        if self._context.size > 1:
+        if self.context.size > 1:
             raise KeyedDropoutError(
                 f"keyed_dropout=True with attention dropout of {p} and "
-                f"context_parallel_size={self._context.size} is not supported, because no rank "
+                f"context_parallel_size={self.context.size} is not supported, because no rank "
                 "has a full row of attention weights. Set the attention's dropout to 0, or "
                 "use keyed_dropout=False"
             )
@@ -229,27 +226,27 @@ class KeyedDropout(Surrounding):
             return self._positions(indices)
         split_dim = 1 if heads else x.dim() - 1
         if dim == split_dim and self._inside and not self._is_slice(x):
-            return indices + self._tensor.rank * x.size(dim)
+            return indices + self.tensor.rank * x.size(dim)
         return indices
 
     def _positions(self, indices: Tensor) -> Tensor:
         """Return the positions in the full sequence of the local tokens 0, 1, ..."""
         running = self._now
-        context = self._context
-        tensor = self._tensor
+        context = self.context
+        tensor = self.tensor
         if running.length is None:
             return indices
         places = positions(running.length, context.rank, context.size, device=indices.device)
         if indices.numel() == places.numel():
             return places
-        if self._sequence_parallel and indices.numel() * tensor.size == places.numel():
+        if self.sequence_parallel and indices.numel() * tensor.size == places.numel():
             return places.chunk(tensor.size)[tensor.rank]
         return indices
 
     def _is_slice(self, x: Tensor) -> bool:
         """Return True if ``x`` is a slice of the sequence, with all channels."""
-        parts = self._tensor.size * self._context.size
-        return self._sequence_parallel and x.dim() == 3 and x.size(1) * parts == self._now.length
+        parts = self.tensor.size * self.context.size
+        return self.sequence_parallel and x.dim() == 3 and x.size(1) * parts == self._now.length
 
 
 def _without_dropout(*args: Any, **kwargs: Any) -> object:
@@ -273,3 +270,72 @@ def _unknown(function: Callable[..., object], *args: object, **kwargs: object) -
             f"keyed_dropout=True does not support {function.__name__}. Use keyed_dropout=False"
         )
     return function(*args, **kwargs)
+
+
+# ---- Random numbers as a function of indices, without a stream or a state -------------------------
+#
+# The hash is SplitMix64's finalizer (Steele, Lea and Flood, "Fast splittable pseudorandom number
+# generators", OOPSLA 2014), applied once per index, in int64 with wrap-around products.
+
+
+_GAMMA = -7046029254386353131  # 0x9E3779B97F4A7C15
+# 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_FIRST = -4658895280553007687
+_SECOND = -7723592293110705685
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """Shift to the right logically; torch's shift keeps the sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def mix(key: Tensor, index: Tensor) -> Tensor:
+    """Return a new key (broadcast shape, int64) from a key and an index."""
+    z = (key ^ (index * _GAMMA)) + _GAMMA
+    z = (z ^ _shifted(z, 30)) * _FIRST
+    z = (z ^ _shifted(z, 27)) * _SECOND
+    return z ^ _shifted(z, 31)
+
+
+def uniform(key: Tensor, indices: Sequence[Tensor]) -> Tensor:
+    """Return numbers in [0, 1), float32, one for each combination of ``indices``.
+
+    The indices are tensors that broadcast against each other and ``key``.
+    """
+    for index in indices:
+        key = mix(key, index)
+    return _shifted(key, 40).to(torch.float32) * 2.0**-24
+
+
+def sample_keys(tensors: Iterable[Tensor], samples: int) -> Tensor:
+    """Return a key (b) int64 of each sample's content.
+
+    The key of a sample does not depend on its batch or its position in the batch.
+
+    Args:
+        tensors: Tensors of a batch; those with b entries along dimension 0 are used.
+        samples: b.
+
+    Raises:
+        ValueError: No tensor has one row per sample.
+    """
+    keys: Tensor | None = None
+    for number, tensor in enumerate(t for t in tensors if t.dim() and t.size(0) == samples):
+        rows = _bits(tensor.detach()).reshape(samples, -1)
+        positions = torch.arange(rows.size(1), device=rows.device)
+        tensor_keys = mix(rows, positions + (number << 40)).sum(1)
+        keys = tensor_keys if keys is None else mix(keys, tensor_keys)
+    if keys is None:
+        raise ValueError(
+            "keyed_dropout=True identifies samples by their content, but the batch has no "
+            f"tensor of {samples} samples. Use tensors with samples along dimension 0, or "
+            "keyed_dropout=False"
+        )
+    return keys
+
+
+def _bits(x: Tensor) -> Tensor:
+    """Return the elements as int64 values that are equal if and only if the elements are."""
+    if x.is_complex():
+        x = torch.view_as_real(x)
+    return x.double().view(torch.int64) if x.is_floating_point() else x.to(torch.int64)

@@ -21,7 +21,6 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -95,11 +94,10 @@ class ActionRecorder(StepObserver):
         Its end is noted when ``work.when_done`` calls back.
         """
         if stage is not None:
-            work.when_done(
-                partial(
-                    self._reduced, self._reductions, Action(ActionKind.REDUCE, stage), self._now()
-                )
-            )
+            notes = self._reductions
+            action = Action(ActionKind.REDUCE, stage)
+            start = self._now()
+            work.when_done(lambda: notes.append((action, start, self._now())))
 
     def ended(self) -> None:
         """Mark the program as complete."""
@@ -147,9 +145,6 @@ class ActionRecorder(StepObserver):
             tuple(part.spans for part in aligned),
             reductions if any(reductions) else (),
         )
-
-    def _reduced(self, notes: list[_Note], action: Action, start: Moment) -> None:
-        notes.append((action, start, self._now()))
 
     def _recorded(self) -> _RecordedPart:
         assert self._schedule is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -92,7 +92,7 @@ class Boundary:
         run.unsent.behind = run.unsent.behind or is_entrance
         output = run.outputs.get(layer.name)
         if output is None and is_received:
-            output = run.received_output(run.received)
+            output = run.received_output
             output = (
                 output
                 if is_entrance
@@ -136,7 +136,7 @@ class Boundary:
             run.outputs[layer.name] = output
         if not layer.is_followed:
             return output
-        tensors = {id(tensor): tensor for _, tensor in tensors_in(output)}
+        tensors = [tensor for _, tensor in tensors_in(output)]
         if any(layer.name == place.entrance for place in self.places):
             raise StageExit(self._crossing(layer.name, tensors, {}, collected=run.collected))
         if captured_outputs():
@@ -217,21 +217,19 @@ class Boundary:
             raise computed_between(name)
         extras = {path: tensor for path, tensor in extras.items() if path not in hidden_states}
         hidden_ids = {id(tensor) for tensor in hidden_states.values()}
-        output = {
-            id(tensor): tensor for _, tensor in tensors_in(run.output) if id(tensor) in hidden_ids
-        }
+        output = [tensor for _, tensor in tensors_in(run.output) if id(tensor) in hidden_ids]
         return self._crossing(name, output, extras, collected=collected)
 
     def _crossing(
         self,
         name: str,
-        output: Mapping[int, Tensor],
+        output: Iterable[Tensor],
         extras: Mapping[Path, Tensor],
         *,
         collected: object = None,
     ) -> Crossing:
         run = self.running
-        tensors_by_id = {**output, **{id(tensor): tensor for tensor in extras.values()}}
+        tensors_by_id = {id(tensor): tensor for tensor in (*output, *extras.values())}
         argument_ids = frozenset(tensors_by_id)
         tensors_by_id.update((id(tensor), tensor) for _, tensor in tensors_in(collected))
         index = {key: i for i, key in enumerate(tensors_by_id)}

@@ -16,7 +16,6 @@ from its layers.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -104,16 +103,6 @@ class Form:
     collected: object = None
     past: tuple[Form, ...] = ()
 
-    def encode(self) -> bytes:
-        """Serialize the form for another rank."""
-        return pickle.dumps(self)
-
-    @staticmethod
-    def decode(data: bytes) -> Form:
-        """Return the form that ``encode`` wrote."""
-        form: Form = pickle.loads(data)
-        return form
-
     def __str__(self) -> str:
         return ", ".join(map(str, self.tensors)) or "no tensors"
 
@@ -137,15 +126,18 @@ class Crossing:
         """Return the forms of the gradients that come back for it."""
         return tuple(form for form in self.form.tensors if form.differentiable)
 
+    def pairs(self) -> Iterator[tuple[Tensor, TensorForm]]:
+        """Return the tensors, each with its form."""
+        return zip(self.tensors, self.form.tensors, strict=True)
+
     def entering(self, *, training: bool = True) -> Crossing:
         """Return the crossing for the next stage: the same values, detached from the graph.
 
         In training the differentiable tensors are leaves that collect gradients.
         """
-        pairs = zip(self.tensors, self.form.tensors, strict=True)
         tensors = (
             t.detach().requires_grad_() if training and form.differentiable else t.detach()
-            for t, form in pairs
+            for t, form in self.pairs()
         )
         return Crossing(tuple(tensors), self.form)
 
@@ -165,10 +157,9 @@ class Crossing:
         A starting point is None if the tensor needs no gradient. The result keeps no activation
         alive.
         """
-        pairs = zip(self.tensors, self.form.tensors, strict=True)
         return tuple(
             get_gradient_edge(tensor) if tensor.requires_grad else None
-            for tensor, form in pairs
+            for tensor, form in self.pairs()
             if form.differentiable
         )
 
@@ -177,8 +168,7 @@ class Crossing:
 
         Call it after the stage's backward. A tensor without a gradient gets zeros.
         """
-        pairs = zip(self.tensors, self.form.tensors, strict=True)
-        inputs = [tensor for tensor, form in pairs if form.differentiable]
+        inputs = [tensor for tensor, form in self.pairs() if form.differentiable]
         tensors = (
             tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
             for tensor in inputs

@@ -1,21 +1,23 @@
 """Search for a model's repeated containers and the modules before, between and after them.
 
 Missing entries of a plan are found by running the forward without data, if the model has an example
-input (``call_order.py``). Otherwise the order of registration is taken for the call order. That
+input (``dry_run.py``). Otherwise the order of registration is taken for the call order. That
 order is not trusted silently: a module that is called on the wrong side of the blocks raises an
 error at the first microbatch (``stage.py``), which names the list that the module belongs to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 from torch import nn
 
-from lightning_ptdp.pipeline.call_order import call_order, used_uncalled
-from lightning_ptdp.pipeline.containers import Blocks, as_names, layers_of
-from lightning_ptdp.pipeline.stage import ModelParts
+from lightning_ptdp.pipeline.containers import ModelParts, as_names, layers_of
+from lightning_ptdp.pipeline.dry_run import call_order, used_uncalled
+from lightning_ptdp.shims.transformers import image_token_of
+from lightning_ptdp.tensor_parallel import ParallelPlan
 from lightning_ptdp.tensor_parallel.named_modules import nearest_names
 
 
@@ -58,16 +60,11 @@ def find_blocks(model: nn.Module) -> tuple[str, ...]:
     candidates = [
         name
         for name in sizes
-        if name != best
-        and sizes[name] >= _SHARE * sizes[best]
-        # Neither is inside the other.
+        if sizes[name] >= _SHARE * sizes[best]
+        # Neither is the other, or inside it.
         and not f"{name}.".startswith(f"{best}.")
         and not f"{best}.".startswith(f"{name}.")
-    ]
-    candidates = [
-        name
-        for name in candidates
-        if len({type(child) for child in containers[name].children()}) == 1
+        and len({type(child) for child in containers[name].children()}) == 1
     ]
     return _in_order(
         [name for name in sizes if name == best or name in candidates],
@@ -112,15 +109,10 @@ def _is_detail(model: nn.Module, name: str, size: int) -> bool:
     return size < _SHARE * other_size
 
 
-def find_parts(
-    model: nn.Module,
-    *,
-    blocks: Blocks | None = None,
-    before: Iterable[str] = (),
-    between: Iterable[str] = (),
-    after: Iterable[str] = (),
-    everywhere: Iterable[str] = (),
-) -> ModelParts:
+_EMPTY = ParallelPlan()
+
+
+def find_parts(model: nn.Module, plan: ParallelPlan = _EMPTY) -> ModelParts:
     """Return the positions of the modules with parameters relative to the containers.
 
     With several containers, a module that runs before the first one is assumed to be needed before
@@ -129,25 +121,20 @@ def find_parts(
 
     Args:
         model: The whole, uncut module.
-        blocks: Names of the containers; found if None.
-        before: Modules known to run before the containers, regardless of their order of
-            registration.
-        between: Modules known to run before a further container.
-        after: Modules known to run after the containers.
-        everywhere: Modules known to be used without being called; uses that an example shows are
-            added.
+        plan: Its ``blocks`` are found if None. Modules in ``before``, ``between`` and ``after`` are
+            known to run there, regardless of their order of registration. Those in ``everywhere``
+            are known to be used without being called; uses that an example shows are added.
 
     Raises:
         ValueError: A named module does not exist (the message lists the nearest names); or the
             forward does not call the layers one after the other; or it calls a module on both sides
             of them.
     """
-    names = find_blocks(model) if blocks is None else as_names(blocks)
+    names = find_blocks(model) if plan.blocks is None else as_names(plan.blocks)
     for name in names:
         _check_container(model, name)
-    parts = {"before": list(before), "between": list(between), "after": list(after)}
-    everywhere = tuple(everywhere)
-    for field, members in {**parts, "everywhere": everywhere}.items():
+    parts = {name: list(getattr(plan, name)) for name in ("before", "between", "after")}
+    for field, members in {**parts, "everywhere": plan.everywhere}.items():
         for name in members:
             _named(model, name, field)
     guessed = _by_registration(
@@ -172,10 +159,9 @@ def find_parts(
         for name in used_uncalled(model)
         if any(f"{name}.".startswith(f"{top}.") for top in outside)
     }
-    replicated = tuple(sorted({*everywhere, *uncalled}))
     return ModelParts(
         blocks=names,
-        everywhere=replicated,
+        everywhere=tuple(sorted({*plan.everywhere, *uncalled})),
         **{field: tuple(items) for field, items in parts.items()},
     )
 
@@ -300,3 +286,43 @@ def _named(model: nn.Module, name: str, field: str) -> nn.Module:
             f"{nearest_names(name, names)}"
         )
     return model.get_submodule(name)
+
+
+@dataclass(frozen=True)
+class KnownParts:
+    """Places of a whole model's modules.
+
+    They are kept, because finding them takes several runs without data.
+
+    Attributes:
+        parts: The places.
+        plan: The plan by which they were found.
+        image_token: Id of the tokens that stand for images, if the model takes images.
+        found_for: Names and classes of the modules, and the plan's fields about places.
+    """
+
+    parts: ModelParts
+    plan: ParallelPlan
+    image_token: int | None
+    found_for: tuple[object, ...]
+
+    @classmethod
+    def of(
+        cls, module: nn.Module, plan: ParallelPlan, known: KnownParts | None = None
+    ) -> KnownParts:
+        """Return the places by the plan and the model, or ``known`` if it still applies.
+
+        Hooks may have changed the model since ``known`` was found.
+
+        Raises:
+            ValueError: See ``find_parts``.
+        """
+        modules = (
+            f"{name}: {type(child).__qualname__}"
+            for name, child in module.named_modules(remove_duplicate=False)
+        )
+        fields = (plan.blocks, plan.before, plan.between, plan.after, plan.everywhere)
+        found_for = (*fields, *modules)
+        if known is not None and known.found_for == found_for:
+            return known
+        return cls(find_parts(module, plan), plan, image_token_of(module), found_for)

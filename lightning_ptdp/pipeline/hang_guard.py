@@ -32,20 +32,22 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NoReturn
 
-from lightning_ptdp.pipeline.rank_report import LOST
-from lightning_ptdp.pipeline.status import duration
-from lightning_ptdp.pipeline.status_board import Heard
-from lightning_ptdp.shims.torch_distributed import abort_process_groups
+from lightning_ptdp.base.time_limit import in_thread
+from lightning_ptdp.pipeline.rank_status import LOST, Heard, duration
+from lightning_ptdp.shims.torch_distributed import abort_process_groups, flight_record
 
 _FAILED_S = 10.0
 _FAILED_AT = 0.5  # of the limit: early enough that the stuck rank ends first for this reason
 _ABORT_S = 5.0
+_RECORD_S = 5.0
 _GIVES_UP_AT = 1.1  # of the limit
 _GRACE = 1.2  # of the limit, at which gloo's waits raise
 
@@ -76,6 +78,7 @@ class GuardObservation:
     pulse: int | None = None
 
 
+@dataclass(kw_only=True, eq=False)
 class HangJudge:
     """Decides from successive observations whether to end this process.
 
@@ -85,46 +88,45 @@ class HangJudge:
         waits_raise: Whether waits raise at the limit by themselves, as gloo's do.
     """
 
-    def __init__(self, *, limit_s: float, interval_s: float, waits_raise: bool) -> None:
-        self._limit_s = limit_s
-        self._interval_s = interval_s
-        self._waits_raise = waits_raise
-        self._clock = 0.0
-        self._last = float("inf")
-        self._since: dict[object, tuple[object, float]] = {}
+    limit_s: float
+    interval_s: float
+    waits_raise: bool
+    _clock: float = 0.0
+    _last: float = float("inf")
+    _since: dict[object, tuple[object, float]] = field(default_factory=dict)
 
     def look(self, seen: GuardObservation) -> str:
         """Return the reason to end this process; "" if there is none."""
-        self._clock += min(max(seen.now - self._last, 0.0), 2 * self._interval_s)
+        self._clock += min(max(seen.now - self._last, 0.0), 2 * self.interval_s)
         self._last = seen.now
         stuck = self._unchanged("note", (seen.note, seen.failed))
         failures = self._failures(seen)
         silences = self._silences(seen)
         calls = self._in_one_call(seen)
         if seen.failed:
-            if stuck > self._limit_s and not self._waits_raise:
+            if stuck > self.limit_s and not self.waits_raise:
                 return "it failed, but does not end"
             return ""
-        if self._waits_raise and not seen.watched:
+        if self.waits_raise and not seen.watched:
             return ""
-        patience = _GRACE * self._limit_s if self._waits_raise else self._limit_s
-        failure_limit = min(_FAILED_AT * self._limit_s, _FAILED_S) if seen.watched else patience
+        patience = _GRACE * self.limit_s if self.waits_raise else self.limit_s
+        failure_limit = min(_FAILED_AT * self.limit_s, _FAILED_S) if seen.watched else patience
         failed = [rank for rank, time_s in failures.items() if time_s > failure_limit]
-        if failed and stuck > (patience if self._waits_raise else failure_limit):
+        if failed and stuck > (patience if self.waits_raise else failure_limit):
             return _failure(seen, failed[0])
         if stuck <= patience:
             return ""
         reason = self._own_reason(
-            silences, calls if seen.watched and stuck > _GIVES_UP_AT * self._limit_s else 0.0
+            silences, calls if seen.watched and stuck > _GIVES_UP_AT * self.limit_s else 0.0
         )
         causes = [rank for rank in failures if not seen.heard[rank].status.failure.startswith(LOST)]
         return _failure(seen, causes[0]) if reason and causes else reason
 
     def _own_reason(self, silences: Mapping[str, float], call_s: float) -> str:
-        is_stuck = not self._waits_raise and call_s > self._limit_s / 2
+        is_stuck = not self.waits_raise and call_s > self.limit_s / 2
         # A rank that became silent while this one was stuck is the cause, even if its silence is
         # shorter than the limit.
-        limit_s = self._limit_s / 2 if is_stuck else self._limit_s
+        limit_s = self.limit_s / 2 if is_stuck else self.limit_s
         if silent := [name for name, time_s in silences.items() if time_s > limit_s]:
             return f"{silent[0]} has not reported for {duration(silences[silent[0]])}"
         return f"it has been in one call for {duration(call_s)}" if is_stuck else ""
@@ -191,13 +193,13 @@ class HangGuard:
         self._finalizer = weakref.finalize(self, closing.set)
         self._finalizer.atexit = False
 
-    def close(self, limit_s: float = 1.0) -> None:
-        """Stop the thread and wait for it for at most ``limit_s``.
+    def close(self) -> None:
+        """Stop the thread and wait for it for at most a second.
 
         The thread may hang in ``look``, in a call to a frozen store.
         """
         self._finalizer()
-        self._thread.join(limit_s)
+        self._thread.join(1.0)
 
 
 def _watch(look: Callable[[], bool], interval_s: float, closing: threading.Event) -> None:
@@ -241,3 +243,28 @@ def abort_groups() -> None:
     """Abort the process groups; a failure is ignored."""
     with contextlib.suppress(Exception):
         abort_process_groups()
+
+
+def keep_flight_record(rank: int) -> str:
+    """Write torch's flight record to a file, which replaces that of an earlier run.
+
+    The recorder and is on by default (``TORCH_FR_BUFFER_SIZE``, formerly
+    ``TORCH_NCCL_TRACE_BUFFER_SIZE``). The ranks of one machine write into one folder of this user.
+    The call takes a few seconds at most and never raises.
+
+    Returns:
+        The path of the file, or "" if there is no record.
+    """
+
+    def keep() -> str:
+        path = Path(tempfile.gettempdir(), f"ptdp-flight-recorder-{os.getuid()}", f"rank_{rank}")
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        temp_path = path.with_name(f".{path.name}.{os.getpid()}")
+        temp_path.write_bytes(flight_record())
+        # Atomic: another job of this user on this machine may read or write the file now.
+        return str(temp_path.replace(path))
+
+    with contextlib.suppress(Exception):
+        # Not on this thread: the dump takes locks that an NCCL thread may hold.
+        return in_thread(keep, name="ptdp flight record").result(_RECORD_S)
+    return ""

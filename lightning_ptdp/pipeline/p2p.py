@@ -20,6 +20,7 @@ counts as the hidden state: an attention bias beside it may belong to a rank's o
 from __future__ import annotations
 
 import math
+import pickle
 from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -31,7 +32,7 @@ from torch import Tensor
 from lightning_ptdp.base.errors import PTDPError
 from lightning_ptdp.pipeline.crossing import Crossing, Form, TensorForm
 from lightning_ptdp.pipeline.program_observers import StepObserver
-from lightning_ptdp.pipeline.status import cause_first
+from lightning_ptdp.pipeline.rank_status import cause_first
 from lightning_ptdp.schedule.actions import Channel, Direction, Schedule, receives_ahead
 from lightning_ptdp.shims.torch_distributed import all_gather_single
 from lightning_ptdp.world.mesh import ProcessMesh
@@ -91,7 +92,7 @@ class Receipt:
             [torch.empty(int(length.item()), dtype=torch.uint8, device=self.transport.device)]
         )
         (encoded,) = self._arrived()
-        self.transport.known[self.key] = Form.decode(bytes(encoded.tolist()))
+        self.transport.known[self.key] = pickle.loads(bytes(encoded.tolist()))
         self.post()
 
     def wait(self) -> Crossing:
@@ -186,9 +187,8 @@ class Transport:
         header = []
         if key not in self.known:
             self.known[key] = crossing.form
-            encoded = torch.frombuffer(bytearray(crossing.form.encode()), dtype=torch.uint8).to(
-                self.device
-            )
+            form = bytearray(pickle.dumps(crossing.form))
+            encoded = torch.frombuffer(form, dtype=torch.uint8).to(self.device)
             header = [
                 torch.tensor([encoded.numel()], dtype=torch.int64, device=self.device),
                 encoded,
@@ -303,10 +303,7 @@ class Transport:
     ) -> None:
         channel = Channel(self.mesh.rank, target, direction)
         queue = self._outstanding.setdefault(channel, deque())
-        parts = (
-            self._own_part(tensor, form)
-            for tensor, form in zip(crossing.tensors, crossing.form.tensors, strict=True)
-        )
+        parts = (self._own_part(tensor, form) for tensor, form in crossing.pairs())
         tensors = [*header, *(part for part in parts if part.numel())]
         group = self.mesh.channels[channel]
         works = [dist.isend(_as_bytes(tensor), target, group=group) for tensor in tensors]

@@ -80,7 +80,7 @@ def user_hooks(name: str, module: nn.Module, *, inside: bool = True) -> Iterator
 
     Hooks of profilers and of transformers' output capture are left out.
     """
-    for suffix, child in module.named_modules() if inside else [("", module)]:
+    for full_name, child in module.named_modules(prefix=name) if inside else [(name, module)]:
         hooks, with_kwargs = forward_hooks(child)
         selected = {
             key: (hook, key in with_kwargs)
@@ -88,13 +88,14 @@ def user_hooks(name: str, module: nn.Module, *, inside: bool = True) -> Iterator
             if not is_capture(hook) and not is_profiling(hook)
         }
         if selected:
-            owners = [owner for hook, _ in selected.values() if (owner := _owner(hook)) is not None]
+            owners = {id(_owner(hook)) for hook, _ in selected.values()} - {id(None)}
             registered, with_kwargs = forward_pre_hooks(child)
-            pre_hooks = [(hook, key in with_kwargs) for key, hook in registered.items()]
             before = tuple(
-                entry for entry in pre_hooks if any(_owner(entry[0]) is owner for owner in owners)
+                (hook, key in with_kwargs)
+                for key, hook in registered.items()
+                if id(_owner(hook)) in owners
             )
-            yield UserHooks(f"{name}.{suffix}" if suffix else name, child, selected, before)
+            yield UserHooks(full_name, child, selected, before)
 
 
 def _owner(hook: Hook) -> object:

@@ -9,16 +9,18 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
 
-from lightning_ptdp.forward.surroundings import Deferred, Forward, Surroundings
+from lightning_ptdp.forward.deferred_weight_gradients import WeightGradients
+from lightning_ptdp.forward.surroundings import Forward, Surroundings
 from lightning_ptdp.pipeline.crossing import Crossing, Roots, TensorForm, backward
 from lightning_ptdp.pipeline.p2p import Receipt, Transport
 from lightning_ptdp.pipeline.program_observers import Observers, StepObserver
-from lightning_ptdp.pipeline.stage import PipelineCut, WholeModel
+from lightning_ptdp.pipeline.stage import PipelineCut
 from lightning_ptdp.schedule.actions import MESSAGES, Action, ActionKind, Schedule
 from lightning_ptdp.world.mesh import Group
 
@@ -81,7 +83,7 @@ class PipelineRuntime:
     """Executes the programs of one pipeline rank.
 
     Attributes:
-        cut: The local stages.
+        cut: The local stages; None: the whole model is the one stage.
         transport: Messages to the neighbours; None without a pipeline.
         group: The pipeline group.
         surroundings: Context managers around a forward.
@@ -90,7 +92,7 @@ class PipelineRuntime:
             reduced together, after the last of them.
     """
 
-    cut: PipelineCut | WholeModel
+    cut: PipelineCut | None
     transport: Transport | None
     group: Group
     surroundings: Surroundings = field(default_factory=Surroundings)
@@ -102,8 +104,8 @@ class PipelineRuntime:
         program = schedule.programs[self.group.rank]
         observer = self.observer
         transport = self.transport
-        added = _added_gradients(program) if self.sums_runs else frozenset()
-        handlers = _Step(self, schedule, job, _final_gradients(program), added).handlers()
+        reductions = _reductions(program, sums_runs=self.sums_runs)
+        handlers = _Step(self, schedule, job, reductions).handlers()
         observer.began(schedule)
         if transport is not None:
             transport.begin(schedule)
@@ -118,8 +120,8 @@ class PipelineRuntime:
 
 _Key = tuple[int, int]
 """(stage, microbatch)"""
-_Gradients = frozenset[tuple[ActionKind, int, int | None]]
-"""Actions that complete gradients: (kind, stage, microbatch)"""
+_Reductions = dict[tuple[ActionKind, int, int | None], bool]
+"""Actions before which nothing more is added to a stage's gradients: (kind, stage, microbatch)."""
 
 
 @dataclass(eq=False)
@@ -127,8 +129,7 @@ class _Step:
     """State of a running program, shared by its actions.
 
     Attributes:
-        final: The last backward or weight gradient of each stage.
-        added: Those after which another microbatch of the same stage adds to its gradients.
+        reductions: Result of ``_reductions``.
         posted: Posted receives, by the action that requested them.
         handed: Results, by the send that will take them, or, if the next stage is on the same rank,
             by the receive that would otherwise take them.
@@ -139,13 +140,12 @@ class _Step:
     runtime: PipelineRuntime
     schedule: Schedule
     job: StepJob
-    final: _Gradients
-    added: _Gradients
+    reductions: _Reductions
     posted: dict[tuple[ActionKind, int, int], Receipt] = field(default_factory=dict)
     handed: dict[tuple[ActionKind, int, int], Crossing] = field(default_factory=dict)
     inputs: dict[_Key, Crossing | None] = field(default_factory=dict)
     roots: dict[_Key, Roots] = field(default_factory=dict)
-    deferred: dict[_Key, Deferred] = field(default_factory=dict)
+    deferred: dict[_Key, WeightGradients] = field(default_factory=dict)
     sent: dict[_Key, tuple[TensorForm, ...]] = field(default_factory=dict)
     awaited: list[_Key] = field(default_factory=list)
 
@@ -181,7 +181,7 @@ class _Step:
     def _hand(self, kind: ActionKind, stage: int, microbatch: int, result: Crossing) -> None:
         """Keep the result of a computation for its send, or for the next stage if it is local."""
         message = MESSAGES[kind]
-        target = stage + MESSAGES[kind].step
+        target = stage + message.step
         is_local = self.schedule.rank_of(target) == self.runtime.group.rank
         self.handed[
             (message.receive, target, microbatch) if is_local else (message.send, stage, microbatch)
@@ -199,11 +199,13 @@ class _Step:
                 training=training
             )
         with self.runtime.surroundings.around(forward):
-            result, last = self.runtime.cut.run(
-                stage, received, lambda: job.forward(forward), training=training
+            step = partial(job.forward, forward)
+            cut = self.runtime.cut
+            result: Any = (
+                step() if cut is None else cut.run(stage, received, step, training=training)
             )
         roots: Roots
-        if last:
+        if stage == self.schedule.num_stages - 1:
             loss = job.finish(forward, result)
             roots = (loss,) if loss is not None and loss.requires_grad else ()
         else:
@@ -224,14 +226,13 @@ class _Step:
         roots = self.roots.pop(key)
         received = self.inputs.pop(key)
         deferred = self.deferred.get(key)
-        action = (ActionKind.BACKWARD, stage, microbatch)
-        final = action in self.final
-        sums = action not in self.added
-        if final or (deferred is None and sums):
-            self.job.before_gradients(stage, None, last=final)
+        final = self.reductions.get((ActionKind.BACKWARD, stage, microbatch))
+        completes = final or (final is not None and deferred is None)
+        if completes:
+            self.job.before_gradients(stage, None, last=bool(final))
         with contextlib.nullcontext() if deferred is None else deferred.collecting(key):
             backward(roots, gradients)
-        if deferred is None and sums and not final:
+        if completes and not final:
             self.job.reduce(stage, last=False)
         if received is not None:
             self._hand(ActionKind.BACKWARD, stage, microbatch, received.gradients())
@@ -239,33 +240,34 @@ class _Step:
     def _weight(self, stage: int, microbatch: int) -> None:
         key = (stage, microbatch)
         job = self.job
-        action = (ActionKind.WEIGHT, stage, microbatch)
-        last = action in self.final
-        sums = action not in self.added
         deferred = self.deferred.pop(key, None)
-        if last or (deferred is not None and sums):
+        final = self.reductions.get((ActionKind.WEIGHT, stage, microbatch))
+        completes = final or (final is not None and deferred is not None)
+        if completes:
             awaited = [] if deferred is None else deferred.parameters(key)
-            job.before_gradients(stage, awaited, last=last)
+            job.before_gradients(stage, awaited, last=bool(final))
         if deferred is not None:
             deferred.run(key, job.gradient_complete)
-            if sums and not last:
-                job.reduce(stage, last=False)
+        if completes and not final:
+            job.reduce(stage, last=False)
 
     def _send_forward(self, stage: int, microbatch: int) -> None:
         crossing = self.handed.pop((ActionKind.SEND_FORWARD, stage, microbatch))
-        target = self._rank_of(stage + 1)
-        signature = self.job.signature(microbatch)
         self._transport.send_forward(
-            f"F{stage + 1}.{microbatch}", crossing, target=target, signature=signature
+            f"F{stage + 1}.{microbatch}",
+            crossing,
+            target=self._rank_of(stage + 1),
+            signature=self.job.signature(microbatch),
         )
 
     def _receive_forward(self, stage: int, microbatch: int) -> None:
-        source = self._rank_of(stage - 1)
-        signature = self.job.signature(microbatch)
-        receipt = self._transport.receive_forward(
-            f"F{stage}.{microbatch}", source=source, signature=signature
+        self.posted[ActionKind.RECEIVE_FORWARD, stage, microbatch] = (
+            self._transport.receive_forward(
+                f"F{stage}.{microbatch}",
+                source=self._rank_of(stage - 1),
+                signature=self.job.signature(microbatch),
+            )
         )
-        self.posted[ActionKind.RECEIVE_FORWARD, stage, microbatch] = receipt
 
     def _send_backward(self, stage: int, microbatch: int) -> None:
         crossing = self.handed.pop((ActionKind.SEND_BACKWARD, stage, microbatch))
@@ -292,31 +294,32 @@ class _Step:
             self.posted[ActionKind.RECEIVE_BACKWARD, stage, microbatch] = receipt
 
 
-def _final_gradients(program: Sequence[Action]) -> _Gradients:
-    """Return the last backward or weight gradient of each stage.
+def _reductions(program: Sequence[Action], *, sums_runs: bool) -> _Reductions:
+    """Return the backwards and weight gradients whose stage's gradients may be reduced afterwards.
 
-    After it, the stage's gradients may be reduced.
+    The value is True for the last one of each stage.
+
+    Args:
+        program: Actions of one rank.
+        sums_runs: Leave out those that others of the same stage follow directly: these add to the
+            gradients first.
     """
-    last = {action.stage: action for action in _completing(program)}
-    return frozenset((action.kind, action.stage, action.microbatch) for action in last.values())
-
-
-def _added_gradients(program: Sequence[Action]) -> _Gradients:
-    """Return the backwards or weight gradients that others of the same stage follow directly."""
-    return frozenset(
-        (action.kind, action.stage, action.microbatch)
-        for action, following in pairwise(_completing(program))
-        if action.stage == following.stage
-    )
-
-
-def _completing(program: Sequence[Action]) -> list[Action]:
-    """Return the actions that complete gradients: weight gradients, or backwards without them."""
     weights = ActionKind.WEIGHT
-    split = {(action.stage, action.microbatch) for action in program if action.kind is weights}
-    return [
+    gradients = [action for action in program if action.kind in (ActionKind.BACKWARD, weights)]
+    split = {(action.stage, action.microbatch) for action in gradients if action.kind is weights}
+    completing = [
         action
-        for action in program
-        if action.kind is weights
-        or (action.kind is ActionKind.BACKWARD and (action.stage, action.microbatch) not in split)
+        for action in gradients
+        if action.kind is weights or (action.stage, action.microbatch) not in split
     ]
+    last = {action.stage: action for action in completing}
+    added = {
+        action
+        for action, following in pairwise(completing)
+        if sums_runs and action.stage == following.stage
+    }
+    return {
+        (action.kind, action.stage, action.microbatch): action is last[action.stage]
+        for action in gradients
+        if action not in added
+    }

@@ -14,16 +14,15 @@ Placeholders hold no parameters, so the remaining parameters keep the names of t
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from torch import nn
 
 from lightning_ptdp.pipeline.boundary import Boundary
-from lightning_ptdp.pipeline.containers import layers_of, places_of
+from lightning_ptdp.pipeline.containers import ModelParts, layers_of, places_of
 from lightning_ptdp.pipeline.crossing import Crossing, Form, StageError, StageExit
 from lightning_ptdp.pipeline.first_stage_values import known
 from lightning_ptdp.pipeline.placeholders import (
@@ -45,54 +44,6 @@ _WHOLE_MODEL_ONCE = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelParts:
-    """Positions of the modules with parameters relative to the repeated containers.
-
-    A module may be in two lists.
-
-    Attributes:
-        blocks: Dotted names of the containers, in call order; "" is the module itself.
-        before: Names of the modules that run before the first container; they belong to the first
-            stage.
-        between: Names of the modules that run before a further container; they belong to the stages
-            where one begins.
-        after: Names of the modules that run after the last container; they belong to the last
-            stage.
-        everywhere: Names of the modules, among or inside of these, that every stage keeps.
-    """
-
-    blocks: tuple[str, ...]
-    before: tuple[str, ...] = ()
-    between: tuple[str, ...] = ()
-    after: tuple[str, ...] = ()
-    everywhere: tuple[str, ...] = ()
-
-    def is_everywhere(self, name: str) -> bool:
-        """Return True if every stage keeps module ``name`` or a module around it."""
-        return any(f"{name}.".startswith(f"{replicated}.") for replicated in self.everywhere)
-
-    def outermost_after(self, model: nn.Module) -> Iterator[str]:
-        """Yield the names in ``after``.
-
-        A module that contains one kept by every stage is replaced by its children.
-        """
-        names = list(self.after)
-        while names:
-            name = names.pop(0)
-            if not any(f"{replicated}.".startswith(f"{name}.") for replicated in self.everywhere):
-                yield name
-            elif not self.is_everywhere(name):
-                names[:0] = [
-                    f"{name}.{key}" for key, _ in model.get_submodule(name).named_children()
-                ]
-
-    @property
-    def shown(self) -> str:
-        """Return the names of the containers, for a message."""
-        return " and ".join(f"'{name}'" for name in self.blocks)
-
-
 @dataclass(frozen=True, eq=False)
 class _Slot:
     """One place in the module tree, with its placeholders and the stages that own its module."""
@@ -103,19 +54,6 @@ class _Slot:
     stages: frozenset[int]
     earlier: Placeholder
     later: Placeholder
-
-    @classmethod
-    def of(
-        cls,
-        model: nn.Module,
-        name: str,
-        stages: Iterable[int],
-        earlier: Placeholder,
-        later: Placeholder,
-    ) -> _Slot:
-        """Return the slot for module ``name``."""
-        parent, _, key = name.rpartition(".")
-        return cls(model.get_submodule(parent), key, name, frozenset(stages), earlier, later)
 
     def placeholder(self, running: int) -> Placeholder:
         return self.earlier if min(self.stages) < running else self.later
@@ -153,23 +91,17 @@ class PipelineCut:
         self.stages = tuple(stages)
         self.num_stages = len(ranges)
         self.parts = parts
+        self.ranges = tuple(ranges)
+        self._model = model
         keep_padded(model)
         self._layers = layers_of(model, parts.blocks)
-        self.ranges = tuple(ranges)
         self._boundary = Boundary(places_of(self._layers, ranges), collects=collects)
-        container_starts = [
-            index for index, layer in enumerate(self._layers) if layer.is_first and layer.container
-        ]
         self.starts = frozenset(
             stage
-            for stage, layers in enumerate(ranges)
-            if any(index in range(*layers) for index in container_starts)
+            for stage, (start, stop) in enumerate(ranges)
+            if any(layer.is_first and layer.container for layer in self._layers[start:stop])
         )
-        self._slots = [
-            *self._block_slots(model),
-            *self._early_slots(model),
-            *self._after_slots(model),
-        ]
+        self._slots = [*self._block_slots(), *self._early_slots(), *self._after_slots()]
         remote = [slot for slot in self._slots if slot.stages.isdisjoint(stages)]
         self._early = [
             slot for slot in self._slots if isinstance(slot.earlier, Stub) and slot not in remote
@@ -177,17 +109,15 @@ class PipelineCut:
         self._local = [layer for stage in stages for layer in self._layers[slice(*ranges[stage])]]
         # Collected now: hooks added later by keyed dropout and tensor parallelism are not the
         # user's.
+        hooked = [(layer.name, True) for layer in self._local]
+        hooked += [(slot.name, False) for slot in self._early]
         self._hooks = [
-            h
-            for layer in self._local
-            for h in user_hooks(layer.name, model.get_submodule(layer.name))
+            hooks
+            for name, inside in hooked
+            for hooks in user_hooks(name, model.get_submodule(name), inside=inside)
         ]
-        self._hooks += [
-            h
-            for s in self._early
-            for h in user_hooks(s.name, model.get_submodule(s.name), inside=False)
-        ]
-        self.module_stages = self._module_stages(model)
+        self.module_stages = self._module_stages()
+        # What to replace while a stage runs, if the rank holds several.
         self._tables = {
             stage: [
                 (s.parent._modules, s.key, s.placeholder(stage))
@@ -195,23 +125,21 @@ class PipelineCut:
                 if stage not in s.stages
             ]
             for stage in stages
+            if len(self.stages) > 1
         }
         for slot in remote:
             slot.parent._modules[slot.key] = slot.placeholder(self.stages[0])
-        self._static = len(self.stages) == 1
-        self._model = model
         self._watched = False
         self._differentiable: dict[Hashable, tuple[bool, ...]] = {}
         self._settled: dict[int, tuple[Form, Form]] = {}
 
     def run(
         self, stage: int, received: Crossing | None, step: Callable[[], object], *, training: bool
-    ) -> tuple[Any, bool]:
+    ) -> Any:
         """Run ``step`` as ``stage``.
 
         Returns:
-            (return value of ``step``, True) on the last stage, else (the ``Crossing`` to send,
-            False).
+            The return value of ``step`` on the last stage, else the ``Crossing`` to send.
 
         Raises:
             StageError: The model does something that cannot be cut.
@@ -225,9 +153,8 @@ class PipelineCut:
                 output = step()
             is_behind = boundary.running.is_behind
         except StageExit as stage_exit:
-            return self._with_gradients(
-                stage, stage_exit.crossing
-            ) if training else stage_exit.crossing, False
+            crossing = stage_exit.crossing
+            return self._with_gradients(stage, crossing) if training else crossing
         finally:
             boundary.end()
         if stage != self.num_stages - 1:
@@ -239,7 +166,7 @@ class PipelineCut:
             raise StageError(
                 f"the step did not call the blocks of {self.parts.shown}: {_WHOLE_MODEL_ONCE}"
             )
-        return known(output), True
+        return known(output)
 
     def _with_gradients(self, stage: int, crossing: Crossing) -> Crossing:
         """Decide which tensors receive a gradient, the first time that tensors of this kind cross.
@@ -249,10 +176,12 @@ class PipelineCut:
         count.
         """
         form = crossing.form
-        if stage in self._settled and (
-            self._settled[stage][0] is form or self._settled[stage][0] == form
-        ):
-            return Crossing(crossing.tensors, self._settled[stage][1])
+        settled = self._settled.get(stage)
+        if settled is None or not (settled[0] is form or settled[0] == form):
+            settled = self._settled[stage] = form, self._settle(stage, form)
+        return Crossing(crossing.tensors, settled[1])
+
+    def _settle(self, stage: int, form: Form) -> Form:
         key = (
             stage,
             repr((form.output, form.extras, form.collected)),
@@ -263,21 +192,14 @@ class PipelineCut:
             self._differentiable[key] = tuple(
                 t.differentiable or (frozen and t.dtype.is_floating_point) for t in form.tensors
             )
-        flags = self._differentiable[key]
-        if any(
-            tensor.differentiable and not flag
-            for tensor, flag in zip(form.tensors, flags, strict=True)
-        ):
+        flagged = list(zip(form.tensors, self._differentiable[key], strict=True))
+        if any(tensor.differentiable and not flag for tensor, flag in flagged):
             raise StageError(
                 f"a tensor that leaves pipeline stage {stage} needs a gradient, but did not in "
                 "the first step. Blocks must detach the same tensors during the whole training"
             )
-        tensors = tuple(
-            dataclasses.replace(t, differentiable=flag)
-            for t, flag in zip(form.tensors, flags, strict=True)
-        )
-        self._settled[stage] = form, dataclasses.replace(form, tensors=tensors)
-        return Crossing(crossing.tensors, self._settled[stage][1])
+        tensors = tuple(replace(tensor, differentiable=flag) for tensor, flag in flagged)
+        return replace(form, tensors=tensors)
 
     @property
     def earlier_blocks(self) -> list[EarlierBlock]:
@@ -286,11 +208,9 @@ class PipelineCut:
 
     @contextlib.contextmanager
     def _active(self, stage: int) -> Iterator[None]:
-        if self._static:
-            yield
-            return
-        saved = [(modules, key, modules[key]) for modules, key, _ in self._tables[stage]]
-        for modules, key, placeholder in self._tables[stage]:
+        table = self._tables.get(stage, [])
+        saved = [(modules, key, modules[key]) for modules, key, _ in table]
+        for modules, key, placeholder in table:
             modules[key] = placeholder
         try:
             yield
@@ -298,10 +218,10 @@ class PipelineCut:
             for modules, key, module in saved:
                 modules[key] = module
 
-    def _module_stages(self, model: nn.Module) -> dict[str, frozenset[int] | None]:
+    def _module_stages(self) -> dict[str, frozenset[int] | None]:
         owners = {(id(slot.parent), slot.key): slot.stages for slot in self._slots}
         stages: dict[str, frozenset[int] | None] = {"": None}
-        for name, module in model.named_modules(remove_duplicate=False):
+        for name, module in self._model.named_modules(remove_duplicate=False):
             for key, child in module._modules.items():
                 if child is not None:
                     stages[f"{name}.{key}" if name else key] = owners.get(
@@ -309,29 +229,35 @@ class PipelineCut:
                     )
         return stages
 
-    def _block_slots(self, model: nn.Module) -> Iterator[_Slot]:
+    def _slot(
+        self, name: str, stages: Iterable[int], earlier: Placeholder, later: Placeholder
+    ) -> _Slot:
+        parent, _, key = name.rpartition(".")
+        module = self._model.get_submodule(parent)
+        return _Slot(module, key, name, frozenset(stages), earlier, later)
+
+    def _block_slots(self) -> Iterator[_Slot]:
         for stage, (start, stop) in enumerate(self.ranges):
             for layer in self._layers[start:stop]:
-                original = model.get_submodule(layer.name)
+                original = self._model.get_submodule(layer.name)
                 earlier = EarlierBlock(layer, original, self._boundary)
                 later = LaterBlock(layer, original, self._boundary)
-                yield _Slot.of(model, layer.name, [stage], earlier, later)
+                yield self._slot(layer.name, [stage], earlier, later)
 
-    def _early_slots(self, model: nn.Module) -> Iterator[_Slot]:
+    def _early_slots(self) -> Iterator[_Slot]:
         for top in dict.fromkeys((*self.parts.before, *self.parts.between)):
             stages = {0} if top in self.parts.before else set()
             stages |= self.starts if top in self.parts.between else set()
-            for suffix, module in list(model.get_submodule(top).named_modules()):
-                name = f"{top}.{suffix}" if suffix else top
+            for name, module in list(self._model.get_submodule(top).named_modules(prefix=top)):
                 shape = stub_shape(module)
                 if shape is not None and not self.parts.is_everywhere(name):
                     stub = Stub(name, module, self._boundary, shape)
-                    yield _Slot.of(model, name, stages, stub, stub)
+                    yield self._slot(name, stages, stub, stub)
 
-    def _after_slots(self, model: nn.Module) -> Iterator[_Slot]:
-        for name in self.parts.outermost_after(model):
-            absent = Absent(name, model.get_submodule(name), self._boundary)
-            yield _Slot.of(model, name, [self.num_stages - 1], absent, absent)
+    def _after_slots(self) -> Iterator[_Slot]:
+        for name in self.parts.outermost_after(self._model):
+            absent = Absent(name, self._model.get_submodule(name), self._boundary)
+            yield self._slot(name, [self.num_stages - 1], absent, absent)
 
     def _watch(self) -> None:
         """Register hooks on the local modules.
@@ -347,7 +273,7 @@ class PipelineCut:
             module.register_forward_hook(
                 eager(module, partial(self._boundary.mark_true, slot.stages))
             )
-        if not self._static or len(self.parts.blocks) > 1:
+        if self._tables or len(self.parts.blocks) > 1:
             # Installed later, the capture hooks would be missing on blocks of chunks that are out
             # of the tree at that time, and would run after the hook that leaves the step at the end
             # of a container.
@@ -361,17 +287,3 @@ class PipelineCut:
                 eager(block, partial(self._boundary.arguments, layer)), with_kwargs=True
             )
             block.register_forward_hook(eager(block, partial(self._boundary.returned, layer)))
-
-
-class WholeModel:
-    """A model that is not cut: the one stage of a run without a pipeline."""
-
-    num_stages = 1
-
-    def run(
-        self, stage: int, received: Crossing | None, step: Callable[[], object], *, training: bool
-    ) -> tuple[Any, bool]:
-        """Run ``step``; it is the first and the last stage at once."""
-        assert stage == 0
-        assert received is None
-        return step(), True

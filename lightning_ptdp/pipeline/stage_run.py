@@ -74,7 +74,7 @@ class StageRun:
             collected if collected is not None else ({}, [], {})
         )
         self.begun = not self.place.inside
-        self.output = self.received_output(self.received) if self.place.inside else None
+        self.output = self.received_output if self.place.inside else None
 
     def begin_container(self, container: int) -> None:
         """Start another container, whose blocks are called from now on."""
@@ -108,9 +108,11 @@ class StageRun:
         parts = (self.outputs, self.seen, captured)
         return parts if any(parts) else None
 
-    def received_output(self, received: Crossing) -> Any:
-        """Return the output of the block before the stage."""
-        return rebuild(received.form.output, received.tensors, self.unknown)
+    @property
+    def received_output(self) -> Any:
+        """Return the output of the block before the stage, which must exist."""
+        assert self.received is not None
+        return rebuild(self.received.form.output, self.received.tensors, self.unknown)
 
     def unknown(self, tensor: Tensor | None = None) -> Tensor:
         """Return a tensor that may be passed on, but not used."""
@@ -131,7 +133,12 @@ class StageRun:
         """
         if self.begun or self.received is None:
             if self._is_lost(tensor):
-                raise lost_argument(name, path, "between" if self.container else "before")
+                place = "between" if self.container else "before"
+                raise StageError(
+                    f"block '{name}' has an input ({_place(path)}) that modules of another pipeline "
+                    "stage computed. Name these modules in the plan as ones that run before the "
+                    f"block: ParallelPlan({place}=(...,)), or use pipeline_parallel_size=1"
+                )
             if self._is_foreign(tensor) or self.needs_gradient(tensor):
                 self._given.setdefault(path, []).append(tensor)
             return plain(tensor)
@@ -144,12 +151,22 @@ class StageRun:
         )
         if extra is None:
             if self._is_foreign(tensor):
-                raise unsent_argument(name, path)
+                raise StageError(
+                    f"block '{name}' has an input ({_place(path)}) that was computed before the "
+                    "repeated blocks, but no block up to the first one of the next pipeline stage "
+                    "receives it there, so it is not sent. Pass it to every block, or use "
+                    "pipeline_parallel_size=1"
+                )
             return tensor
         if not (self._is_foreign(tensor) or self.needs_gradient(tensor)):
             return tensor
         if self._given.setdefault(path, [tensor])[0] is not tensor:
-            raise changed_argument(name, path)
+            raise StageError(
+                f"block '{name}' has another input ({_place(path)}) than the block before it, "
+                "computed outside the blocks. Apart from the outputs of blocks, an input that "
+                "crosses a stage boundary must be the same tensor for all blocks. Compute it inside "
+                "the blocks, or use pipeline_parallel_size=1"
+            )
         put_instead(tensor, extra)
         return extra
 
@@ -162,7 +179,7 @@ class StageRun:
         if self.begun or self.received is None:
             return
         argument_ids = {id(tensor) for value in given for _, tensor in tensors_in(value)}
-        tensors = tensors_in(self.received_output(self.received))
+        tensors = tensors_in(self.received_output)
         if any(self._entered(tensor) and id(tensor) not in argument_ids for _, tensor in tensors):
             raise computed_between(name)
 
@@ -235,40 +252,6 @@ NOT_PASSED = (
     "with ParallelPlan(collects=True), carry a sum through the blocks (x, total = block(x, "
     "total)), or use pipeline_parallel_size=1"
 )
-
-
-def lost_argument(name: str, path: Path, place: str) -> StageError:
-    """Return the error for an argument that only another stage has computed.
-
-    ``place`` is the list of the plan that fixes it.
-    """
-    return StageError(
-        f"block '{name}' has an input ({_place(path)}) that modules of another pipeline stage "
-        "computed. Name these modules in the plan as ones that run before the block: "
-        f"ParallelPlan({place}=(...,)), or use pipeline_parallel_size=1"
-    )
-
-
-def unsent_argument(name: str, path: Path) -> StageError:
-    """Return the error for an argument that no block before the boundary received.
-
-    The argument comes from before the blocks.
-    """
-    return StageError(
-        f"block '{name}' has an input ({_place(path)}) that was computed before the repeated "
-        "blocks, but no block up to the first one of the next pipeline stage receives it "
-        "there, so it is not sent. Pass it to every block, or use pipeline_parallel_size=1"
-    )
-
-
-def changed_argument(name: str, path: Path) -> StageError:
-    """Return the error for an outside argument that differs from the previous block's."""
-    return StageError(
-        f"block '{name}' has another input ({_place(path)}) than the block before it, computed "
-        "outside the blocks. Apart from the outputs of blocks, an input that crosses a stage "
-        "boundary must be the same tensor for all blocks. Compute it inside the blocks, or "
-        "use pipeline_parallel_size=1"
-    )
 
 
 def _place(path: Path) -> str:

@@ -13,39 +13,23 @@ import os
 import queue
 import threading
 import time
-import weakref
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from lightning_ptdp.base.time_limit import in_thread
-from lightning_ptdp.pipeline.status import LiveStatus, RankStatus
+from lightning_ptdp.pipeline.rank_status import Heard, LiveStatus, RankStatus
 
 _POLL_S = 0.02
 # Reads of single keys, by all ranks together, that the store's host should have to serve.
 _READS_PER_SECOND = 50_000
 
 
-@dataclass(frozen=True)
-class Heard:
-    """The last status received from a rank.
-
-    Attributes:
-        status: The status.
-        at: Time of reception, as ``time.monotonic`` of this process. Clocks of other machines do
-            not matter.
-        lived: Whether the rank has published a status before its end. False for a status that an
-            earlier training left in this store.
-    """
-
-    status: RankStatus
-    at: float
-    lived: bool
-
-
 @dataclass(eq=False)
-class StatusStore:
-    """State and actions of the background thread; only that thread writes received statuses.
+class StatusBoard:
+    """Thread that publishes this rank's status and receives the other ranks'.
+
+    It runs until ``end`` is called or the store is gone. Only it writes received statuses.
 
     Attributes:
         store: A connection of its own (``Store.clone``), used by no other object.
@@ -54,7 +38,6 @@ class StatusStore:
         world_size: Number of ranks; limits how often the thread listens without a request.
         progress: Status of this rank.
         interval_s: Time between two publications.
-        requests: Events to set once the request has been served.
         heard: Last statuses by rank; an entry is replaced for every new status.
         answered_at: Time of the store's last answer, as ``time.monotonic``. Ranks that were silent
             before it were silent of their own accord.
@@ -68,16 +51,24 @@ class StatusStore:
     world_size: int
     progress: LiveStatus
     interval_s: float
-    requests: queue.SimpleQueue[threading.Event] = field(default_factory=queue.SimpleQueue)
-    closing: threading.Event = field(default_factory=threading.Event)
     heard: dict[int, Heard] = field(default_factory=dict)
     answered_at: float = field(default_factory=time.monotonic)
     asking_since: float | None = None
     gone: bool = False
-    _pid: int = field(default_factory=os.getpid)
+
+    def __post_init__(self) -> None:
+        self._pid = os.getpid()
+        self._closing = threading.Event()
+        # Events to set once the request has been served.
+        self._requests: queue.SimpleQueue[threading.Event] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name="ptdp status board", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
 
     @property
-    def is_mine(self) -> bool:
+    def _is_mine(self) -> bool:
         """Return False in a forked child, which owns neither the thread nor the connection."""
         return os.getpid() == self._pid
 
@@ -87,7 +78,80 @@ class StatusStore:
         since = self.answered_at if self.gone else self.asking_since
         return 0.0 if since is None else time.monotonic() - since
 
-    def serve(self) -> None:
+    def exchange(self, limit_s: float) -> bool:
+        """Publish and listen now.
+
+        Returns:
+            True if both were done within ``limit_s``. Time for which the store has already been
+            silent counts. If the store is gone, the result is False at once.
+        """
+        if not self._is_mine or not self._thread.is_alive():
+            return False
+        done = threading.Event()
+        self._requests.put(done)
+        return done.wait(max(0.0, limit_s - self.unanswered_s)) and not self.gone
+
+    def hear_all(self, limit_s: float) -> None:
+        """Wait until all other ranks have published a status, or for ``limit_s``."""
+        deadline = time.monotonic() + limit_s
+        while (
+            time.monotonic() < deadline
+            and self.exchange(limit_s)
+            and {*self.others} - self.heard.keys()
+        ):
+            time.sleep(_POLL_S)
+
+    def roll_call(self, limit_s: float, silent_after_s: float) -> set[int] | None:
+        """Return the ranks that have neither failed nor ended, but are silent.
+
+        A rank is silent if it publishes nothing for ``limit_s``, or had published nothing for
+        ``silent_after_s`` before the call. The result is None if the store did not answer for
+        ``silent_after_s``.
+        """
+        start = time.monotonic()
+        while True:
+            if not self.exchange(silent_after_s):
+                return None
+            heard = dict(self.heard)
+            silent = {*self.others} - {
+                rank for rank, last in heard.items() if last.at >= start or last.status.is_done
+            }
+            if time.monotonic() - start > limit_s or all(
+                rank in heard and start - heard[rank].at > silent_after_s for rank in silent
+            ):
+                return silent
+            time.sleep(_POLL_S)
+
+    def all_come(self, topic: str, limit_s: float) -> bool:
+        """Return True if all ranks call this with the same ``topic`` within ``limit_s``.
+
+        A topic is used once. All calling ranks get the same answer.
+        """
+        if not self._is_mine:
+            return False
+        with contextlib.suppress(Exception):  # The store may be gone, or not answer.
+            meeting = in_thread(partial(self._meet, topic, limit_s), name="ptdp meeting")
+            return meeting.result(2 * limit_s)
+        return False
+
+    def close(self) -> None:
+        """Publish once more, end the thread and wait for it for at most a second.
+
+        The thread may hang in a call to a frozen store.
+        """
+        if self._is_mine:
+            self.end()
+            self._thread.join(1.0)
+
+    def end(self) -> None:
+        """Make the thread publish once more and end."""
+        if self._is_mine:
+            self._closing.set()
+            self._requests.put(threading.Event())
+
+    # ---- on background threads -------------------------------------------------------------------
+
+    def _serve(self) -> None:
         """Publish and listen until the board is closed or the store is gone."""
         request: threading.Event | None = threading.Event()
         listened_at = 0.0
@@ -95,7 +159,7 @@ class StatusStore:
             self.interval_s, self.world_size * len(self.others) / _READS_PER_SECOND
         )
         try:
-            while not self.closing.is_set():
+            while not self._closing.is_set():
                 self.asking_since = time.monotonic()
                 self.store.set(_key(self.rank), self.progress.status().encode())
                 if request is not None or time.monotonic() - listened_at >= listens_every_s:
@@ -106,7 +170,7 @@ class StatusStore:
                 if request is not None:
                     request.set()
                 try:
-                    request = self.requests.get(timeout=self.interval_s)
+                    request = self._requests.get(timeout=self.interval_s)
                 except queue.Empty:
                     request = None
             self.store.set(_key(self.rank), self.progress.status().encode())
@@ -135,7 +199,7 @@ class StatusStore:
                 lived = not status.is_done or (before is not None and before.lived)
                 self.heard[rank] = Heard(status, time.monotonic(), lived)
 
-    def meet(self, topic: str, limit_s: float) -> bool:
+    def _meet(self, topic: str, limit_s: float) -> bool:
         """Return True if all ranks join ``topic``."""
         topic = f"lightning_ptdp/world/meeting/{topic}"
         keys = [f"{topic}/{rank}" for rank in range(self.world_size)]
@@ -147,95 +211,6 @@ class StatusStore:
         # one joined must not be waited for.
         answer = self.store.compare_set(f"{topic}/answer", "", str(joined))
         return joined and answer == str(joined).encode()
-
-    def end(self) -> None:
-        """Make the thread publish once more and end."""
-        if self.is_mine:
-            self.closing.set()
-            self.requests.put(threading.Event())
-
-
-class StatusBoard:
-    """Background thread that publishes this rank's status and receives the other ranks'.
-
-    It runs until the board is closed or garbage collected, or until the store is gone.
-
-    Attributes:
-        board: The received statuses.
-    """
-
-    def __init__(self, board: StatusStore) -> None:
-        self.board = board
-        self._thread = threading.Thread(target=board.serve, name="ptdp status board", daemon=True)
-        self._thread.start()
-        # The thread holds no reference to this object, and ends with it.
-        self._finalizer = weakref.finalize(self, board.end)
-        self._finalizer.atexit = False
-
-    def exchange(self, limit_s: float) -> bool:
-        """Publish and listen now.
-
-        Returns:
-            True if both were done within ``limit_s``. Time for which the store has already been
-            silent counts. If the store is gone, the result is False at once.
-        """
-        if not self.board.is_mine or not self._thread.is_alive():
-            return False
-        done = threading.Event()
-        self.board.requests.put(done)
-        return done.wait(max(0.0, limit_s - self.board.unanswered_s)) and not self.board.gone
-
-    def hear_all(self, limit_s: float) -> None:
-        """Wait until all other ranks have published a status, or for ``limit_s``."""
-        deadline = time.monotonic() + limit_s
-        while (
-            time.monotonic() < deadline
-            and self.exchange(limit_s)
-            and {*self.board.others} - self.board.heard.keys()
-        ):
-            time.sleep(_POLL_S)
-
-    def roll_call(self, limit_s: float, silent_after_s: float) -> set[int] | None:
-        """Return the ranks that have neither failed nor ended, but are silent.
-
-        A rank is silent if it publishes nothing for ``limit_s``, or had published nothing for
-        ``silent_after_s`` before the call. The result is None if the store did not answer for
-        ``silent_after_s``.
-        """
-        start = time.monotonic()
-        while True:
-            if not self.exchange(silent_after_s):
-                return None
-            heard = dict(self.board.heard)
-            silent = {*self.board.others} - {
-                rank for rank, last in heard.items() if last.at >= start or last.status.is_done
-            }
-            if time.monotonic() - start > limit_s or all(
-                rank in heard and start - heard[rank].at > silent_after_s for rank in silent
-            ):
-                return silent
-            time.sleep(_POLL_S)
-
-    def all_come(self, topic: str, limit_s: float) -> bool:
-        """Return True if all ranks call this with the same ``topic`` within ``limit_s``.
-
-        A topic is used once. All calling ranks get the same answer.
-        """
-        if not self.board.is_mine:
-            return False
-        with contextlib.suppress(Exception):  # The store may be gone, or not answer.
-            meeting = in_thread(partial(self.board.meet, topic, limit_s), name="ptdp meeting")
-            return meeting.result(2 * limit_s)
-        return False
-
-    def close(self, limit_s: float = 1.0) -> None:
-        """Publish once more, end the thread and wait for it for at most ``limit_s``.
-
-        The thread may hang in a call to a frozen store.
-        """
-        if self.board.is_mine and self._finalizer.detach() is not None:
-            self.board.end()
-            self._thread.join(limit_s)
 
 
 def _key(rank: int) -> str:

@@ -31,18 +31,19 @@ from lightning_ptdp.pipeline.hang_guard import (
     Heartbeat,
     abort_groups,
     give_up,
+    keep_flight_record,
 )
 from lightning_ptdp.pipeline.p2p import PeerError
 from lightning_ptdp.pipeline.program_observers import StepObserver
-from lightning_ptdp.pipeline.rank_report import (
+from lightning_ptdp.pipeline.rank_status import (
     LOST,
+    LiveStatus,
     RankReport,
-    keep_flight_record,
+    cause_first,
+    duration,
     place_of,
-    summary,
 )
-from lightning_ptdp.pipeline.status import LiveStatus, cause_first, duration
-from lightning_ptdp.pipeline.status_board import StatusBoard, StatusStore
+from lightning_ptdp.pipeline.status_board import StatusBoard
 from lightning_ptdp.schedule.actions import Action
 from lightning_ptdp.shims.torch_distributed import default_store, is_communication_error
 from lightning_ptdp.world.mesh import ProcessMesh
@@ -57,6 +58,7 @@ _RANKS_PER_SECOND = 1000  # publications that the store's host should have to ac
 _ALL_WATCHED = 64
 OTHER_REPLICAS = "other replicas"
 _REPORT_AT = 0.9  # of the limit
+_MOST_CHARACTERS = 4000  # of an error, which every rank publishes
 
 
 @dataclass(kw_only=True, eq=False)
@@ -108,10 +110,12 @@ class Watchdog(StepObserver):
         self._status_board: StatusBoard | None = None
         self._guard: HangGuard | None = None
         if self.world_size > 1 and store is not None:
-            board = StatusStore(
+            self._status_board = board = StatusBoard(
                 store, self.rank, peers, self.world_size, self._progress, self.interval_s
             )
-            self._status_board = StatusBoard(board)
+            board.start()
+            # The thread holds no reference to this object, and ends with it.
+            weakref.finalize(self, board.end).atexit = False
             self._guard = HangGuard(
                 partial(Watchdog._look, weakref.proxy(self)), interval_s=self.interval_s
             )
@@ -256,12 +260,12 @@ class Watchdog(StepObserver):
             world_size=self.world_size,
             silent_after_s=silent_after,
         )
-        if self._status_board is None:
+        board = self._status_board
+        if board is None:
             return report()
-        missing = self._status_board.roll_call(
+        missing = board.roll_call(
             min(_ROLL_CALL * self.interval_s, _ANSWER_LIMIT_S), min(silent_after, _PUBLISH_LIMIT_S)
         )
-        board = self._status_board.board
         heard = dict(board.heard)
         as_of = board.answered_at
         silent = missing
@@ -331,10 +335,11 @@ class Watchdog(StepObserver):
             self._status_board = None
 
     def _note_failure(self, error: BaseException) -> None:
-        self._progress.failure, self._progress.raised_at = (
-            summary(error),
-            place_of(traceback.extract_tb(error.__traceback__)),
-        )
+        # The place of a lost rank's error names the rank.
+        is_lost = isinstance(error, PeerError) or is_communication_error(error)
+        text = f"{type(error).__name__}: {str(error)[:_MOST_CHARACTERS]}"
+        self._progress.failure = LOST if is_lost else text
+        self._progress.raised_at = place_of(traceback.extract_tb(error.__traceback__))
         self.publish()
 
     @property
@@ -349,9 +354,9 @@ class Watchdog(StepObserver):
         Returns:
             True if the guard should look again.
         """
-        if self._status_board is None:
+        board = self._status_board
+        if board is None:
             return False
-        board = self._status_board.board
         progress = self._progress
         now = time.monotonic()
         since = progress.note[3]

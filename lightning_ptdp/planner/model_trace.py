@@ -14,8 +14,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from lightning_ptdp.pipeline.balance import multiply_adds
-from lightning_ptdp.pipeline.containers import layers_of
+from lightning_ptdp.pipeline.containers import layers_of, multiply_adds
 from lightning_ptdp.pipeline.discover import find_parts
 from lightning_ptdp.planner.operation_recorder import Trace
 from lightning_ptdp.planner.planned_parameters import (
@@ -68,14 +67,7 @@ def trace_shape(
         ValueError: There are no blocks, or the forward does not run without data. The message names
             the module where it stopped.
     """
-    parts = find_parts(
-        module,
-        blocks=plan.blocks,
-        before=plan.before,
-        between=plan.between,
-        after=plan.after,
-        everywhere=plan.everywhere,
-    )
+    parts = find_parts(module, plan)
     names = [layer.name for layer in layers_of(module, parts.blocks)]
     planned = planned_modules(module, plan)
     weights = split_weights(planned)

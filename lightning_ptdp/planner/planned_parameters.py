@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import nn
 
-from lightning_ptdp.pipeline.stage import ModelParts
+from lightning_ptdp.pipeline.containers import ModelParts
 from lightning_ptdp.planner.operation_recorder import Weight
 from lightning_ptdp.planner.shapes import Divided, Parameters
 from lightning_ptdp.shims.quantization import planned_elements, quantized_parameters

@@ -203,7 +203,7 @@ class EndShape:
         parameters: Numbers of parameters in addition to the table.
         table: (rows, columns) of the embedding, or of the head; t divides the rows.
         cost: Multiply-adds per token, as the pipeline's partition counts them
-            (``pipeline/balance.py``).
+            (``pipeline/containers.py``).
     """
 
     products: tuple[Product, ...]

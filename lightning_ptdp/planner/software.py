@@ -179,7 +179,7 @@ _EAGER = Software(
     hides_messages=True,  # pipeline/p2p.py
     gathers_messages=True,
     batch_first=True,  # tensor_parallel/collectives.py
-    balances_stages=True,  # pipeline/balance.py
+    balances_stages=True,  # pipeline/containers.py
     operations=50,  # aten's: 30 for a GPT-2's block, 64 with dropout, 68 for a Llama's
     operation_s=_OPERATION_S,
     # tests/test_matrix_product.py: 8 bytes per element and microbatch, of which the product writes

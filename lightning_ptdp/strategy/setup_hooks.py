@@ -19,7 +19,7 @@ from lightning_ptdp.forward.surroundings import Context
 from lightning_ptdp.parallelize import apply_block_passes, parallelize
 from lightning_ptdp.parameters.materialize import awaits_values
 from lightning_ptdp.parameters.uncut_view import UncutView
-from lightning_ptdp.pipeline.balance import KnownParts
+from lightning_ptdp.pipeline.discover import KnownParts
 from lightning_ptdp.shims.lightning import Trainer, count_replicas, fits, keep_model_summary
 from lightning_ptdp.shims.peft import set_magnitudes
 from lightning_ptdp.strategy.checks import (

@@ -103,12 +103,12 @@ def test_padding_is_detected_in_attention_mask():
     ones = torch.ones(2, 4, dtype=torch.int64)
     padded = ones.clone()
     padded[1, 3:] = 0
-    (mask,) = padding_masks({"attention_mask": ones, "x": padded}, ("attention_mask",))
+    (mask,) = padding_masks({"attention_mask": ones, "x": padded})
     assert mask is ones
     assert not may_hide(ones)
     assert may_hide(padded)
     assert may_hide(padded == 0)
-    assert padding_masks({}, ("attention_mask",)) == []
+    assert padding_masks({}) == []
 
 
 def test_ignored_labels_are_not_counted():

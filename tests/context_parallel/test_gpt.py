@@ -12,7 +12,7 @@ from lightning_ptdp.context_parallel import ContextParallel
 from lightning_ptdp.models import GPT, LitGPT, gpt_plan
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import ProcessMesh
-from tests.context_parallel.toy import assert_close, context_group, own, weighted
+from tests.context_parallel.toy import assert_close, context_group, own, sliced, weighted
 from tests.models.configs import GPT2, LLAMA
 from tests.tensor_parallel.sharded import apply_plan
 from tests.tensor_parallel.toy import assert_gradients
@@ -48,7 +48,7 @@ def _train_step(rank, config, kind, dtype):
     expected_loss = summed_loss(expected, batch["labels"]) / (batch["labels"] != -100).sum()
     expected_loss.backward()
 
-    with ContextParallel(group=group, attention=kind).forward(model, batch) as running:
+    with sliced(ContextParallel(group=group, attention=kind), model, batch) as running:
         logits = model(running.batch["input_ids"])
     tokens = running.num_targets
     assert tokens is not None
@@ -83,7 +83,7 @@ def _mean_loss(rank):
     batch["labels"][:, 4:] = -100
     whole = F.cross_entropy(model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten())
     expected = torch.autograd.grad(whole, list(model.parameters()))
-    with ContextParallel(group=group).forward(model, batch) as running:
+    with sliced(ContextParallel(group=group), model, batch) as running:
         loss = F.cross_entropy(
             model(running.batch["input_ids"]).flatten(0, 1), running.batch["labels"].flatten()
         )
@@ -119,7 +119,7 @@ def _with_tensor_parallel(rank, config, sequence_parallel):
     expected = summed_loss(reference(batch["input_ids"]), batch["labels"])
     expected.backward()
     parallel = ContextParallel(group=context, sequence_parallel_size=2 if sequence_parallel else 1)
-    with parallel.forward(model, batch) as running:
+    with sliced(parallel, model, batch) as running:
         loss = summed_loss(model(running.batch["input_ids"]), running.batch["labels"])
     loss.backward()
     total = loss.detach().clone()
@@ -140,7 +140,7 @@ def _too_long(rank):
     model = GPT(replace(LLAMA, sequence_length=16))
     with (
         pytest.raises(ValueError, match="24 tokens is longer than sequence_length=16"),
-        ContextParallel(group=context_group(rank)).forward(model, make_batch(LLAMA)) as running,
+        sliced(ContextParallel(group=context_group(rank)), model, make_batch(LLAMA)) as running,
     ):
         model(running.batch["input_ids"])
 
@@ -154,7 +154,7 @@ def _lightning_module(rank):
     module = LitGPT(LLAMA)
     module.configure_model()
     module.log = lambda *args, **kwargs: None
-    with ContextParallel(group=context_group(rank)).forward(module, make_batch(LLAMA)) as running:
+    with sliced(ContextParallel(group=context_group(rank)), module, make_batch(LLAMA)) as running:
         output = module.training_step(running.batch, 0)
     return output["loss"].item() * output["num_tokens"].item(), output["num_tokens"].item()
 

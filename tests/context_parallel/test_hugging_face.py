@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from lightning_ptdp.attention import ContextParallelError
 from lightning_ptdp.context_parallel import ContextParallel
-from tests.context_parallel.toy import assert_close, context_group, own, weighted
+from tests.context_parallel.toy import assert_close, context_group, own, sliced, weighted
 
 pytest.importorskip("transformers")
 
@@ -90,7 +90,7 @@ def _train_step(rank, name):
         loss = expected.loss
         whole = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
 
-        with every[attention].forward(model, batch) as running:
+        with sliced(every[attention], model, batch) as running:
             output = model(**running.batch)
         assert (running.known is not None) == known
         assert running.attention.attended
@@ -131,7 +131,7 @@ def _train_with_mask_of_pairs(rank):
     for mask in ({}, {"attention_mask": pairs}):
         batch = {**make_batch(None), **mask}
         loss = model(**batch).loss.detach()
-        with parallel.forward(model, batch) as running:
+        with sliced(parallel, model, batch) as running:
             local = model(**running.batch).loss
         local = weighted(running, local).detach() / group.size
         dist.all_reduce(local, group=group.handle)
@@ -155,7 +155,7 @@ def _refusals(rank):
             model.set_attn_implementation("eager")
         with (
             pytest.raises(ContextParallelError) as error,
-            ContextParallel(group=group).forward(model, make_batch(None)) as f,
+            sliced(ContextParallel(group=group), model, make_batch(None)) as f,
         ):
             model(**f.batch)
         messages.append(str(error.value))

@@ -16,7 +16,7 @@ from lightning_ptdp.context_parallel import ContextParallel
 from lightning_ptdp.context_parallel.context import ContextForward
 from lightning_ptdp.forward.surroundings import Forward, Surroundings
 from tests.context_parallel.models import VOCABULARY, Encoder, Toy, local_causal_mask
-from tests.context_parallel.toy import assert_close, context_group, own
+from tests.context_parallel.toy import assert_close, context_group, own, sliced
 
 pytestmark = pytest.mark.thorough
 
@@ -326,7 +326,7 @@ def _refuse(rank, name):
     make, _ = REFUSED[name]
     torch.manual_seed(0)
     model, context, batch = make(), ContextParallel(group=context_group(rank)), make_batch()
-    with pytest.raises(ContextParallelError) as error, context.forward(model, batch) as running:
+    with pytest.raises(ContextParallelError) as error, sliced(context, model, batch) as running:
         model(running.batch["input_ids"])
     return str(error.value)
 
@@ -341,8 +341,8 @@ def test_unsupported_model_is_refused(pool, name):
 def _foreign_checkpoint(rank, kind):
     torch.manual_seed(0)
     model = Toy(is_causal=True, recompute={"use_reentrant": False})
-    with ContextParallel(group=context_group(rank), attention=kind).forward(
-        model, make_batch()
+    with sliced(
+        ContextParallel(group=context_group(rank), attention=kind), model, make_batch()
     ) as running:
         loss = model(running.batch["input_ids"]).sum()
     with pytest.raises(CheckpointError):
@@ -360,13 +360,13 @@ def test_foreign_activation_checkpoint_raises(pool, kind):
 def _leaving(rank):
     group = context_group(rank)
     context, model, batch = ContextParallel(group=group), Toy(), make_batch()
-    with pytest.raises(ContextParallelError, match="no attention"), context.forward(model, batch):
+    with pytest.raises(ContextParallelError, match="no attention"), sliced(context, model, batch):
         model.tokens(batch["input_ids"])
     model.forward = lambda ids, position_ids: position_ids
-    with context.forward(model, batch, expects_attention=False) as running:
+    with sliced(context, model, batch, expects_attention=False) as running:
         places = model(running.batch["input_ids"])
     assert places.tolist() == [[0, 1, 2, 3, 12, 13, 14, 15] if rank == 0 else [*range(4, 12)]]
-    with pytest.raises(RuntimeError, match="mine"), context.forward(model, batch):
+    with pytest.raises(RuntimeError, match="mine"), sliced(context, model, batch):
         raise RuntimeError("mine")
     assert not model._forward_pre_hooks
     q = torch.randn(1, 2, 4, 8)
@@ -383,7 +383,7 @@ def _autocast(rank):
     model, batch = Toy(is_causal=True), make_batch()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         expected = model(batch["input_ids"])
-        with ContextParallel(group=group).forward(model, batch) as running:
+        with sliced(ContextParallel(group=group), model, batch) as running:
             got = model(running.batch["input_ids"])
     assert got.dtype == expected.dtype == torch.bfloat16
     assert_close(got.float(), own(expected, 1, group).float(), torch.bfloat16)
@@ -391,7 +391,7 @@ def _autocast(rank):
     q = torch.randn(1, 2, LENGTH // 2, 8)
     with (
         torch.autocast("cpu", dtype=torch.bfloat16),
-        ContextParallel(group=group).forward(model, batch, expects_attention=False),
+        sliced(ContextParallel(group=group), model, batch, expects_attention=False),
     ):
         assert model(batch["input_ids"][:, : LENGTH // 2]).dtype == torch.bfloat16
         assert F.scaled_dot_product_attention(q, q, q).dtype == torch.bfloat16
@@ -407,7 +407,7 @@ def _pick(rank, place):
     model, batch = Picks(place).double(), make_batch()
     expected = model(batch["input_ids"])
     whole = torch.autograd.grad(expected.square().sum(), list(model.parameters()))
-    with ContextParallel(group=group).forward(model, batch) as running:
+    with sliced(ContextParallel(group=group), model, batch) as running:
         found = model(running.batch["input_ids"])
     assert_close(found.detach(), expected.detach())
     # Every rank has the whole loss and counts its part of it.

@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_ptdp.attention import ContextParallelError
 from lightning_ptdp.context_parallel import why_not
-from lightning_ptdp.context_parallel.slice_functions import pick_token
+from lightning_ptdp.context_parallel.slice_functions import SliceFunctions
 
 REFUSED = {
     "mamba": "backbone.layers.0.mixer.conv1d.*mixes tokens along the sequence",
@@ -60,9 +60,10 @@ def test_layers_mixing_tokens_are_refused(layer):
 
 def test_token_selection_by_index_is_refused():
     group = SimpleNamespace(size=2, rank=0)
+    functions = SliceFunctions(attention=None, group=group, length=16)
     hidden = torch.zeros(3, 8, 5)
     rows, last = torch.arange(3), torch.tensor([1, 7, 4])
     with pytest.raises(ContextParallelError, match="by its index"):
-        pick_token(hidden, (rows, last), length=16, group=group)
-    assert pick_token(hidden, (slice(None), last), length=16, group=group) is None
-    assert pick_token(hidden, hidden[..., 0] > 0, length=16, group=group) is None
+        functions.selects_token(hidden, (rows, last))
+    assert not functions.selects_token(hidden, (slice(None), last))
+    assert not functions.selects_token(hidden, hidden[..., 0] > 0)

@@ -9,6 +9,7 @@ from torch import nn
 
 from lightning_ptdp.context_parallel import ContextParallel
 from lightning_ptdp.world.mesh import Group
+from tests.context_parallel.toy import sliced
 
 PLACES = [[2, 3, 4, 5]]
 BATCH = {"input_ids": torch.arange(16).view(2, 8)}
@@ -33,7 +34,7 @@ def context(**options):
 
 def test_missing_positions_are_supplied():
     model = nn.Sequential(Reader())
-    with context().forward(model, BATCH, expects_attention=False) as running:
+    with sliced(context(), model, BATCH, expects_attention=False) as running:
         ids = running.batch["input_ids"]
         assert model[0](ids) == (PLACES, None)
         assert model[0](ids, None) == (PLACES, None)
@@ -44,20 +45,20 @@ def test_missing_positions_are_supplied():
 
 def test_position_ids_of_batch_are_cut():
     batch = {**BATCH, "position_ids": torch.arange(8).flip(0).expand(2, -1)}
-    with context().forward(nn.Linear(1, 1), batch, expects_attention=False) as running:
+    with sliced(context(), nn.Linear(1, 1), batch, expects_attention=False) as running:
         assert running.batch["position_ids"].tolist() == [[5, 4, 3, 2]] * 2
 
 
 def test_model_without_positions_is_accepted():
-    with context(needs_positions=False).forward(
-        nn.Linear(1, 1), BATCH, expects_attention=False
+    with sliced(
+        context(needs_positions=False), nn.Linear(1, 1), BATCH, expects_attention=False
     ) as running:
         assert running.batch["input_ids"].shape == (2, 4)
 
 
 def test_hugging_face_model_gets_attention_mask():
     model = LikeHuggingFace()
-    with context().forward(model, BATCH, expects_attention=False) as running:
+    with sliced(context(), model, BATCH, expects_attention=False) as running:
         places, mask = model(running.batch["input_ids"])
         assert torch.equal(mask, torch.ones(2, 4))
         assert model(running.batch["input_ids"], attention_mask=mask * 2)[1].unique().tolist() == [
@@ -71,13 +72,13 @@ def test_documents_in_position_ids_become_mask():
     first document."""
     model, places = LikeHuggingFace(), torch.arange(8).expand(2, -1)
     parallel = context()
-    with parallel.forward(
-        model, {**BATCH, "position_ids": places}, expects_attention=False
+    with sliced(
+        parallel, model, {**BATCH, "position_ids": places}, expects_attention=False
     ) as running:
         assert torch.equal(model(**running.batch)[1], torch.ones(2, 4))
     anew = torch.tensor([0, 1, 2, 0, 1, 2, 3, 4]).expand(2, -1)
-    with parallel.forward(
-        model, {**BATCH, "position_ids": anew}, expects_attention=False
+    with sliced(
+        parallel, model, {**BATCH, "position_ids": anew}, expects_attention=False
     ) as running:
         mask = model(**running.batch)[1]
         assert model(**running.batch, attention_mask=mask[:1])[1].shape == (1, 1, 4, 8), (
@@ -86,8 +87,8 @@ def test_documents_in_position_ids_become_mask():
     seen = [[0, 1, 2], [3], [3, 4], [3, 4, 5]]
     assert mask.shape == (2, 1, 4, 8)
     assert [row.nonzero().flatten().tolist() for row in mask[1, 0]] == seen
-    with parallel.forward(
-        model, {**BATCH, "position_ids": places}, expects_attention=False
+    with sliced(
+        parallel, model, {**BATCH, "position_ids": places}, expects_attention=False
     ) as running:  # the positions are no longer read
         assert model(**running.batch)[1].sum(-1)[0, 0].tolist() == [3, 4, 5, 6]
 
@@ -95,7 +96,7 @@ def test_documents_in_position_ids_become_mask():
 def test_indivisible_sequence_is_refused_before_step():
     with (
         pytest.raises(ValueError, match="multiple of 4"),
-        context().forward(Reader(), {"input_ids": torch.zeros(1, 6)}),
+        sliced(context(), Reader(), {"input_ids": torch.zeros(1, 6)}),
     ):
         pytest.fail("the step ran")
 
@@ -108,7 +109,7 @@ def test_indivisible_sequence_is_refused_before_step():
 def test_mask_is_known_only_if_all_calls_were_alike(calls, known):
     parallel, model = context(), LikeHuggingFace()
     for _ in range(2):
-        with parallel.forward(model, BATCH, expects_attention=False) as running:
+        with sliced(parallel, model, BATCH, expects_attention=False) as running:
             model(running.batch["input_ids"])
             running.attention.seen |= calls
     assert (running.known is not None) == known

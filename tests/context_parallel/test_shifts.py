@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from lightning_ptdp.attention import ContextParallelError
-from lightning_ptdp.context_parallel.slice_functions import check_index
+from lightning_ptdp.context_parallel.slice_functions import SliceFunctions
 from lightning_ptdp.models import GPT, GPTConfig
 from lightning_ptdp.strategy import PTDPStrategy
+from lightning_ptdp.world.mesh import Group
 from tests.parity import make_trainer
 
 CONFIG = GPTConfig.gpt2(
@@ -81,6 +82,8 @@ def test_step_with_shifted_labels_is_refused(shift, pool):
     ids=str,
 )
 def test_other_indices_are_accepted(index):
-    check_index(torch.zeros(3, 8, 4), index, length=16, size=2)
-    check_index(torch.zeros(3, 9, 4), (slice(None), slice(1, None)), length=16, size=2)
-    check_index(torch.zeros(3, 8), (slice(None), slice(1, None)), length=16, size=2)
+    group = Group(handle=None, ranks=(0, 1), rank=0)
+    functions = SliceFunctions(attention=None, group=group, length=16)
+    functions.check_index(torch.zeros(3, 8, 4), index)
+    functions.check_index(torch.zeros(3, 9, 4), (slice(None), slice(1, None)))
+    functions.check_index(torch.zeros(3, 8), (slice(None), slice(1, None)))

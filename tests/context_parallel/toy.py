@@ -12,10 +12,12 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_ptdp.attention import shard_sequence
+from lightning_ptdp.context_parallel import ContextParallel
 from lightning_ptdp.context_parallel.context import ContextForward
+from lightning_ptdp.forward.surroundings import Forward
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import Group, ProcessMesh
 
@@ -116,3 +118,17 @@ def weighted(running: ContextForward, loss: Tensor) -> Tensor:
     Collective."""
     share = running.share(loss)
     return torch.where(share > 0, loss, torch.zeros_like(loss)) * share
+
+
+@contextmanager
+def sliced(
+    parallel: ContextParallel, model: nn.Module, batch: Any, *, expects_attention: bool = True
+) -> Iterator[ContextForward]:
+    """Run a step of ``model`` on this rank's slice of a batch inside the context."""
+    if parallel._module is not model:
+        parallel.attach(model)
+    parallel.attending = (0,) if expects_attention else ()
+    forward = Forward(hook="training_step", whole=batch)
+    with parallel.around(forward):
+        assert isinstance(forward.part, ContextForward)
+        yield forward.part

@@ -13,7 +13,8 @@ from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.engine.microbatches import split_batch
 from lightning_ptdp.models import LitImageTextToText, LoraOptions
 from lightning_ptdp.models.plans import find_plan
-from lightning_ptdp.pipeline.balance import KnownParts, layer_ranges
+from lightning_ptdp.pipeline.containers import layer_ranges
+from lightning_ptdp.pipeline.discover import KnownParts
 from lightning_ptdp.planner import find_device
 from lightning_ptdp.shims.transformers import image_parts
 from lightning_ptdp.strategy import PTDPStrategy

@@ -6,7 +6,7 @@ from torch import nn
 
 from lightning_ptdp.forward.surroundings import Forward
 from lightning_ptdp.keyed_dropout import KeyedDropout, KeyedDropoutError
-from lightning_ptdp.keyed_dropout.keys import mix, sample_keys, uniform
+from lightning_ptdp.keyed_dropout.keyed import mix, sample_keys, uniform
 from lightning_ptdp.world.mesh import Group
 
 

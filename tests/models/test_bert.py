@@ -166,7 +166,7 @@ def test_plan_names_all_split_matrices(config, prefix):
     every = {n for n, m in Bert(config).named_modules() if isinstance(m, nn.Linear | nn.Embedding)}
     assert named == every - whole
     plan.check(model, 2, sequence_parallel=True)
-    parts = find_parts(model, blocks=plan.blocks, before=plan.before, after=plan.after)
+    parts = find_parts(model, plan)
     assert parts.after == plan.after
 
 

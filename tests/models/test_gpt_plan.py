@@ -32,7 +32,7 @@ def test_plan_contains_every_matrix_and_nothing_else(config, prefix):
         - routers
     )
     plan.check(model, 1)
-    parts = find_parts(model, blocks=plan.blocks, before=plan.before, after=plan.after)
+    parts = find_parts(model, plan)
     assert parts.blocks == (f"{prefix}.blocks".removeprefix("."),)
 
 

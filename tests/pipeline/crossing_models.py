@@ -19,6 +19,7 @@ from lightning_ptdp.pipeline.crossing import (
 )
 from lightning_ptdp.pipeline.discover import find_parts
 from lightning_ptdp.pipeline.stage import PipelineCut
+from lightning_ptdp.tensor_parallel import ParallelPlan
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 WIDTH, RANGES = 6, ((0, 1), (1, 3), (3, 4))
@@ -309,7 +310,7 @@ class Emulated:
         self.cuts = [
             PipelineCut(
                 part,
-                parts=find_parts(part, **known),
+                parts=find_parts(part, ParallelPlan(**known)),
                 ranges=ranges,
                 stages=(stage,),
                 collects=collects,
@@ -326,10 +327,8 @@ class Emulated:
         entered = None
         for stage, (part, cut) in enumerate(zip(self.parts, self.cuts, strict=True)):
             self.entered.append(entered)
-            result, last = cut.run(
-                stage, entered, lambda part=part: part(*batch), training=training
-            )
-            if last:
+            result = cut.run(stage, entered, lambda part=part: part(*batch), training=training)
+            if stage == cut.num_stages - 1:
                 return result
             self.crossings.append(result)
             self.roots.append(result.roots())

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ptdp.pipeline.call_order import call_order, trace_calls
 from lightning_ptdp.pipeline.discover import find_parts
+from lightning_ptdp.pipeline.dry_run import call_order, trace_calls
+from lightning_ptdp.tensor_parallel import ParallelPlan
 from tests.pipeline.crossing_models import Uncalled
 
 
@@ -37,7 +38,7 @@ def test_parts_follow_order_of_calls():
     assert (parts.before, parts.after) == (("embedding",), ("norm", "spare"))
     assert not model._forward_pre_hooks
     assert not model.layers[0]._forward_pre_hooks
-    named = find_parts(model, before=("norm",))
+    named = find_parts(model, ParallelPlan(before=("norm",)))
     assert named.before == ("norm", "embedding"), "before= must override the order of calls"
 
 
@@ -116,9 +117,9 @@ def test_module_used_without_call_is_kept_on_every_stage():
     model = Uncalled()
     model.example_input_array = None
     assert find_parts(model).everywhere == ()
-    assert find_parts(model, everywhere=("memory",)).everywhere == ("memory",)
+    assert find_parts(model, ParallelPlan(everywhere=("memory",))).everywhere == ("memory",)
     with pytest.raises(ValueError, match="everywhere='memories' is not a module"):
-        find_parts(model, everywhere=("memories",))
+        find_parts(model, ParallelPlan(everywhere=("memories",)))
 
 
 def test_value_dependent_branch_does_not_hide_uncalled_modules():
@@ -160,4 +161,4 @@ def test_container_of_module_lists_is_refused():
         match=r"blocks='layers' has lists of modules as members, such as 'layers.0'. The model "
         r"unpacks",
     ):
-        find_parts(nn.ModuleDict({"layers": model}), blocks="layers")
+        find_parts(nn.ModuleDict({"layers": model}), ParallelPlan(blocks="layers"))

@@ -16,9 +16,7 @@ from typing import Any
 import pytest
 
 from lightning_ptdp.pipeline.hang_guard import GuardObservation, HangGuard, HangJudge
-from lightning_ptdp.pipeline.rank_report import LOST
-from lightning_ptdp.pipeline.status import LiveStatus
-from lightning_ptdp.pipeline.status_board import Heard
+from lightning_ptdp.pipeline.rank_status import LOST, Heard, LiveStatus
 from tests.pipeline.lost_ranks import train, work
 from tests.pipeline.watched import HANGS_S, join_world
 from tests.pool import PRELOAD

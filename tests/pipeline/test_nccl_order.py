@@ -9,6 +9,7 @@ from lightning_ptdp.pipeline.p2p import Transport
 from lightning_ptdp.pipeline.runtime import PipelineRuntime
 from lightning_ptdp.pipeline.stage import PipelineCut
 from lightning_ptdp.schedule import build_schedule
+from lightning_ptdp.tensor_parallel import ParallelPlan
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import ProcessMesh
 from tests.pipeline.jobs import SumJob
@@ -43,7 +44,7 @@ def two_steps(rank, name, p, v, m, training):
     ranges = tuple((stage, stage + 1) for stage in range(p * v))
     cut = PipelineCut(
         model,
-        parts=find_parts(model, blocks=""),
+        parts=find_parts(model, ParallelPlan(blocks="")),
         ranges=ranges,
         stages=tuple(schedule.stages_of(rank)),
     )

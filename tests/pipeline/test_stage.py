@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_ptdp.pipeline.containers import ModelParts
 from lightning_ptdp.pipeline.crossing import StageError
 from lightning_ptdp.pipeline.discover import find_blocks, find_parts
 from lightning_ptdp.pipeline.placeholders import stub_shape
-from lightning_ptdp.pipeline.stage import ModelParts, PipelineCut
+from lightning_ptdp.pipeline.stage import PipelineCut
+from lightning_ptdp.tensor_parallel import ParallelPlan
 from tests.pipeline.crossing_models import crossing_of
 
 
@@ -46,15 +48,12 @@ RANGES = ((0, 1), (1, 3), (3, 4))
 
 
 def run_cut(whole, ids, parts):
-    crossing = None
+    result = None
     for stage in range(3):
         part = copy.deepcopy(whole)
         cut = PipelineCut(part, parts=parts, ranges=RANGES, stages=(stage,))
-        result, last = cut.run(stage, crossing, lambda part=part: part(ids), training=True)
-        if last:
-            return result
-        crossing = result
-    raise AssertionError("no stage was the last")
+        result = cut.run(stage, result, lambda part=part: part(ids), training=True)
+    return result
 
 
 @pytest.mark.parametrize("tuples", [False, True])
@@ -107,13 +106,12 @@ def test_chunks_of_one_rank_match_whole_model(model, before):
     whole, ids = model(), torch.randint(0, 11, (2, 5))
     expected = whole(ids)
     part, middle = copy.deepcopy(whole), copy.deepcopy(whole)
-    parts = find_parts(whole, before=before)
+    parts = find_parts(whole, ParallelPlan(before=before))
     ends = PipelineCut(part, parts=parts, ranges=RANGES, stages=(0, 2))
     between = PipelineCut(middle, parts=parts, ranges=RANGES, stages=(1,))
-    first, _ = ends.run(0, None, lambda: part(ids), training=True)
-    second, _ = between.run(1, first, lambda: middle(ids), training=True)
-    result, last = ends.run(2, second, lambda: part(ids), training=True)
-    assert last
+    first = ends.run(0, None, lambda: part(ids), training=True)
+    second = between.run(1, first, lambda: middle(ids), training=True)
+    result = ends.run(2, second, lambda: part(ids), training=True)
     assert torch.equal(result, expected)
 
 
@@ -209,8 +207,8 @@ def test_block_container_is_found_or_error_names_option():
     with pytest.raises(ValueError, match="blocks="):
         find_blocks(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="nearest names: layers"):
-        find_parts(Net(), blocks="layer")
-    assert find_parts(Net(), before=("norm",)) == ModelParts(
+        find_parts(Net(), ParallelPlan(blocks="layer"))
+    assert find_parts(Net(), ParallelPlan(before=("norm",))) == ModelParts(
         blocks=("layers",), before=("norm", "embedding"), after=("head",)
     )
 

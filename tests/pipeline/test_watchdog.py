@@ -18,9 +18,8 @@ from torch.distributed import HashStore
 
 from lightning_ptdp.pipeline.hang_guard import HangJudge
 from lightning_ptdp.pipeline.p2p import PeerError
-from lightning_ptdp.pipeline.rank_report import LOST, RankReport
-from lightning_ptdp.pipeline.status import LiveStatus, RankStatus
-from lightning_ptdp.pipeline.status_board import Heard, StatusStore
+from lightning_ptdp.pipeline.rank_status import LOST, Heard, LiveStatus, RankReport, RankStatus
+from lightning_ptdp.pipeline.status_board import StatusBoard
 from lightning_ptdp.pipeline.watchdog import Watchdog
 from lightning_ptdp.schedule import Action
 from lightning_ptdp.world.layout import ParallelLayout
@@ -436,7 +435,7 @@ class _Heard(HashStore):
 
 def test_failed_rank_heard_before_is_marked_as_lived():
     store, told = HashStore(), LiveStatus()
-    early, late = (StatusStore(store, 0, (1,), 2, LiveStatus(), 1.0) for _ in range(2))
+    early, late = (StatusBoard(store, 0, (1,), 2, LiveStatus(), 1.0) for _ in range(2))
     store.set("lightning_ptdp/status/1", told.status().encode())
     early._listen()
     told.failure = "ValueError: x"

@@ -19,9 +19,10 @@ from torch.distributed import TCPStore
 from lightning_ptdp.blocks.recompute import apply_recomputation
 from lightning_ptdp.forward.deferred_weight_gradients import WeightGradients
 from lightning_ptdp.forward.surroundings import Forward, Surroundings
+from lightning_ptdp.pipeline.containers import ModelParts
 from lightning_ptdp.pipeline.p2p import Transport
 from lightning_ptdp.pipeline.runtime import PipelineRuntime
-from lightning_ptdp.pipeline.stage import ModelParts, PipelineCut, WholeModel
+from lightning_ptdp.pipeline.stage import PipelineCut
 from lightning_ptdp.schedule import Schedule
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import Group, ProcessMesh
@@ -259,7 +260,7 @@ class Rank:
             dist.get_rank() if dist.is_initialized() else 0,
         )
         self.net, self.census = make_net(schedule.num_stages, dtype), Census()
-        self.cut: PipelineCut | WholeModel = WholeModel()
+        self.cut: PipelineCut | None = None
         self.transport: WatchedTransport | None = None
         ranges = uneven_ranges(schedule.num_stages)
         if p > 1:
@@ -299,7 +300,7 @@ class Rank:
         """Yield the parameters that belong to ``stage`` alone."""
         for name, parameter in self.net.named_parameters():
             module = name.rpartition(".")[0]
-            owner = self.cut.module_stages[module] if isinstance(self.cut, PipelineCut) else 0
+            owner = self.cut.module_stages[module] if self.cut is not None else 0
             if owner == stage and TIED.get(name, name) not in TIED.values():
                 yield name, parameter
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_ptdp.models import GPT, GPTConfig, gpt_plan, num_parameters
-from lightning_ptdp.pipeline.balance import layer_ranges
+from lightning_ptdp.pipeline.containers import layer_ranges
 from lightning_ptdp.pipeline.discover import find_parts
 from lightning_ptdp.planner import find_precision, fullest_rank
 from lightning_ptdp.planner.memory import layer_activations, rank_memory
@@ -44,7 +44,7 @@ def test_parameters_and_stages_match_module(config):
     )
     assert shape.layers[0].parameters.on(1) == own
     plan = gpt_plan(config, prefix="")
-    parts = find_parts(model, blocks=plan.blocks, before=plan.before, after=plan.after)
+    parts = find_parts(model, plan)
     for p in range(1, config.num_layers + 1):
         layout = ParallelLayout(world_size=p, pipeline_parallel_size=p)
         ranges = layer_ranges(model, parts=parts, layout=layout)

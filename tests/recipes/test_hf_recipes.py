@@ -11,9 +11,10 @@ from lightning_ptdp import PTDPStrategy
 from lightning_ptdp.cli.config_files import find_config, recipe_names
 from lightning_ptdp.cli.inheritance import resolve_configs
 from lightning_ptdp.cli.lightning_cli import parsed_values
-from lightning_ptdp.pipeline.balance import layer_ranges
+from lightning_ptdp.pipeline.containers import layer_ranges
 from lightning_ptdp.pipeline.discover import find_parts
 from lightning_ptdp.strategy.checks import check_model
+from lightning_ptdp.tensor_parallel import ParallelPlan
 from lightning_ptdp.world.axes import stages_of_rank
 
 pytestmark = pytest.mark.thorough
@@ -133,7 +134,10 @@ def check_mixture(name, module, strategy, layout):
     # docs/layout.md, "Memory of weights and optimizer": with a sharded optimizer 6 bytes per
     # parameter, and 12 bytes per parameter of the rank's optimizer shard.
     e, d, p = layout.expert_parallel_size, layout.data_parallel_size, layout.pipeline_parallel_size
-    parts, layers = find_parts(module, blocks="model.model.layers"), module.model.model.layers
+    parts, layers = (
+        find_parts(module, ParallelPlan(blocks="model.model.layers")),
+        module.model.model.layers,
+    )
     ranges = layer_ranges(module, parts=parts, layout=layout)
     ends = [[module.get_submodule(one) for one in names] for names in (parts.before, parts.after)]
     fullest = 0.0

@@ -15,7 +15,7 @@ from lightning_ptdp import PTDPStrategy
 from lightning_ptdp.cli.config_files import find_config, recipe_folder, recipe_names
 from lightning_ptdp.cli.inheritance import BASE_KEY, resolve_config, resolve_configs
 from lightning_ptdp.cli.lightning_cli import parsed_values
-from lightning_ptdp.pipeline.balance import layer_ranges
+from lightning_ptdp.pipeline.containers import layer_ranges
 from lightning_ptdp.pipeline.discover import find_parts
 from lightning_ptdp.strategy.checks import check_data, check_model
 from tests.recipes.published import PUBLISHED
@@ -86,7 +86,7 @@ def test_layout_stages_and_schedule_are_valid(name):
     check_model(module, config, layout)
     layers = parsed(name)["model"]["init_args"]["config"]["num_layers"]
     plan = module.configure_parallel()
-    parts = find_parts(module, blocks=plan.blocks, before=plan.before, after=plan.after)
+    parts = find_parts(module, plan)
     ranges = layer_ranges(module, parts=parts, layout=layout, partition=config.partition)
     assert (ranges[0][0], ranges[-1][1], len(ranges)) == (0, layers, layout.num_stages)
     assert all(before[1] == after[0] for before, after in pairwise(ranges))

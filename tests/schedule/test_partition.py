@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_ptdp.pipeline.balance import layer_ranges
-from lightning_ptdp.pipeline.stage import ModelParts
+from lightning_ptdp.pipeline.containers import ModelParts, layer_ranges
 from lightning_ptdp.schedule import check_num_layers, explicit_partition, partition_layers
 from lightning_ptdp.world.layout import ParallelLayout
 from tests.errors import raises_with

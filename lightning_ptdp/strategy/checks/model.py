@@ -19,10 +19,9 @@ from lightning_ptdp.models.plans import find_plan, suggested_tensor
 from lightning_ptdp.models.pretrained_folder import InitialWeights, local_folder
 from lightning_ptdp.parallel_model import checked_kinds
 from lightning_ptdp.parameters.materialize import awaits_values
-from lightning_ptdp.pipeline.balance import KnownParts, layer_ranges
-from lightning_ptdp.pipeline.containers import Blocks
-from lightning_ptdp.pipeline.discover import find_blocks
-from lightning_ptdp.pipeline.rehearsal import Rehearsal
+from lightning_ptdp.pipeline.containers import Blocks, layer_ranges
+from lightning_ptdp.pipeline.discover import KnownParts, find_blocks
+from lightning_ptdp.pipeline.dry_run import Rehearsal
 from lightning_ptdp.shims.lightning import NAMESPACES, LightningModule
 from lightning_ptdp.shims.torch import has_gradient_hooks
 from lightning_ptdp.strategy.checks.module_content import (

@@ -18,8 +18,9 @@ from lightning_ptdp.base.nested import Nested, batch_size
 from lightning_ptdp.base.random import seed_process
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.engine.microbatches import microbatch_sizes, split_batch
-from lightning_ptdp.pipeline.balance import KnownParts, layer_ranges
-from lightning_ptdp.pipeline.rehearsal import Rehearsal
+from lightning_ptdp.pipeline.containers import layer_ranges
+from lightning_ptdp.pipeline.discover import KnownParts
+from lightning_ptdp.pipeline.dry_run import Rehearsal
 from lightning_ptdp.shims.lightning import LightningModule, Trainer, trainer_options
 from lightning_ptdp.strategy.running_strategy import RunningStrategy
 from lightning_ptdp.verification import VerificationError, verify
