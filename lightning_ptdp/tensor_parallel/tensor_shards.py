@@ -97,7 +97,7 @@ def shard_columns(
         full_shape=tuple(shape),
         local_shape=_at(dim, local, shape),
         pieces=tuple(pieces),
-        sharded=(axis,) if size > 1 else (),
+        sharded=(axis,),
         partial=partial,
     )
 

@@ -242,9 +242,13 @@ class Experts(Kind):
         )
 
     def placements(self, module: nn.Module, place: ModulePlace) -> dict[str, Placement]:
-        return {
+        placements = {
             name: self._placement(module, name, p.shape, place)
             for name, p in module.named_parameters()
+        }
+        return {
+            name: replace(placement, sharded=placement.sharded[place.group.size == 1 :])
+            for name, placement in placements.items()
         }
 
     def _placement(
