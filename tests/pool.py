@@ -2,9 +2,8 @@
 
 ``run(function, world_size=4, args=(...))`` calls ``function(rank, *args)`` on four real processes
 connected by gloo and returns the results by rank. Workers are forked from a server that has loaded
-torch and Lightning, so a test takes milliseconds instead of the 8 seconds of an import. A call
-begins when its workers are connected; if they are not in a minute, new ones replace them once. Every
-call has a time limit (limits.py). After the limit all workers are killed and the test fails with the
+torch and Lightning, so a test takes milliseconds instead of the 8 seconds of an import. Every call
+has a time limit (limits.py). After the limit all workers are killed and the test fails with the
 stacks of the workers that did not answer and of their child processes.
 """
 
@@ -13,6 +12,7 @@ import faulthandler
 import functools
 import gc
 import io
+import itertools
 import logging
 import multiprocessing
 import os
@@ -21,7 +21,6 @@ import signal
 import tempfile
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -41,10 +40,6 @@ PRELOAD = [
     "transformers.modeling_utils",
     "tests.preloaded",
 ]
-
-
-_READY = b"ready"
-_CONNECT_S = 60.0
 
 
 class WorkerFailure(AssertionError):
@@ -70,12 +65,12 @@ def _serve(connection: Connection, started_in: str, stacks: str) -> None:
         faulthandler.register(signal.SIGUSR2, file=stacks_file)
         try:
             with _left_as_it_was():
-                reply = (True, _call(connection, *pickle.loads(task)))
+                reply = (True, _call(*pickle.loads(task)))
             payload = _dumps(reply)
         except BaseException:
             payload = pickle.dumps((False, traceback.format_exc()))
         connection.send_bytes(payload)
-        faulthandler.register(signal.SIGUSR2, file=stacks_file)
+        faulthandler.register(signal.SIGUSR2, file=stacks_file)  # for what hangs from here on
         # Trainers are reference cycles that keep process groups alive. Their threads would
         # accumulate, and would spin once the peers have closed their sockets.
         task = reply = payload = None
@@ -127,7 +122,6 @@ def _left_as_it_was() -> Iterator[None]:
 
 
 def _call(
-    connection: Connection,
     function: Callable[..., Any],
     rank: int,
     world_size: int,
@@ -154,8 +148,6 @@ def _call(
             timeout=timedelta(hours=1),  # the pool's limit ends waiting workers
         )
     try:
-        connection.send_bytes(_READY)
-        connection.recv_bytes()
         with habits():
             result = function(rank, *args)
         if dist.is_initialized():
@@ -176,6 +168,7 @@ class Pool:
         self._context.set_forkserver_preload(PRELOAD)
         self._workers: list[tuple[Any, Connection]] = []
         self._folder = tempfile.TemporaryDirectory()
+        self._calls = itertools.count()
 
     def run(
         self,
@@ -192,39 +185,19 @@ class Pool:
         ``limit`` is in seconds (limits.py). ``backend`` is "gloo" or "queued" (tests/queued.py).
         """
         self._grow(world_size)
-        with tempfile.TemporaryDirectory() as folder:
-            for attempt in range(2):
-                store = os.path.join(folder, f"store-{attempt}")
-                for rank in range(world_size):
-                    task = (function, rank, world_size, store, args, env or {}, backend)
-                    self._workers[rank][1].send_bytes(pickle.dumps(task))
-                if attempt or self._are_connected(world_size):
-                    break
-            return self._collect(
-                world_size, Limit(limit, running), getattr(function, "__name__", "function")
-            )
-
-    def _are_connected(self, world_size: int) -> bool:
-        """Return True when the workers can begin; else replace them, and print their stacks.
-
-        Three of 6,500 tests have waited for a peer that did not arrive. The reason is not known.
-        """
-        limit = Limit(_CONNECT_S, running)
-        waiting = {self._workers[rank][1] for rank in range(world_size)}
-        while waiting and limit.left() > 0:
-            # What is not ready is the answer to a failure, which is read later.
-            waiting.difference_update(wait(list(waiting), 1.0))
-        if waiting:
-            stacks = "\n".join(self._stacks(rank) for rank in range(world_size))
-            warnings.warn(f"the workers were not connected in time:\n{stacks}", stacklevel=2)
-            self.close()
-            self._grow(world_size)
-        return not waiting
+        # Whoever frees the last reference to a file store writes to its file, and waits forever if
+        # the folder is gone. A worker does so after its answer, in a garbage collection.
+        store = os.path.join(self._folder.name, f"store-{next(self._calls)}")
+        for rank in range(world_size):
+            task = (function, rank, world_size, store, args, env or {}, backend)
+            self._workers[rank][1].send_bytes(pickle.dumps(task))
+        return self._collect(
+            world_size, Limit(limit, running), getattr(function, "__name__", "function")
+        )
 
     def _collect(self, world_size: int, limit: Limit, name: str) -> list[Any]:
         results: dict[int, Any] = {}
         failures: dict[int, str] = {}
-        ready = 0
         waiting = {self._workers[rank][1]: rank for rank in range(world_size)}
         while waiting:
             # The peers of a failed rank wait for it, so do not wait the whole limit for them.
@@ -240,18 +213,11 @@ class Pool:
                 failures |= late
                 break
             for connection in answered:
+                rank = waiting.pop(connection)
                 try:
-                    answer = connection.recv_bytes()
-                    if answer == _READY:
-                        ready += 1
-                        if ready == world_size:
-                            for _, worker in self._workers[:world_size]:
-                                worker.send_bytes(_READY)
-                        continue
-                    good, value = pickle.loads(answer)
+                    good, value = pickle.loads(connection.recv_bytes())
                 except (EOFError, ConnectionError):
                     good, value = False, "the worker process died"
-                rank = waiting.pop(connection)
                 (results if good else failures)[rank] = value
         if failures:
             self.close()
