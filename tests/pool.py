@@ -185,8 +185,8 @@ class Pool:
         ``limit`` is in seconds (limits.py). ``backend`` is "gloo" or "queued" (tests/queued.py).
         """
         self._grow(world_size)
-        # Whoever frees the last reference to a file store writes to its file, and waits forever if
-        # the folder is gone. A worker does so after its answer, in a garbage collection.
+        # A worker may free its store after its answer. torch's destructor then looks for the file,
+        # opens it, and would wait for as long as groups do if its folder vanished in between.
         store = os.path.join(self._folder.name, f"store-{next(self._calls)}")
         for rank in range(world_size):
             task = (function, rank, world_size, store, args, env or {}, backend)

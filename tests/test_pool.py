@@ -5,7 +5,6 @@ import threading
 
 import pytest
 
-from lightning_ptdp.shims.torch_distributed import default_store
 from tests.pool import Pool, WorkerFailure
 
 pytestmark = pytest.mark.thorough
@@ -27,19 +26,5 @@ def test_stacks_of_hanging_ranks_are_reported():
         with pytest.raises(WorkerFailure) as failure:
             workers.run(wait_forever, world_size=2, limit=1)
         assert str(failure.value).count("in wait_forever") == 2
-    finally:
-        workers.close()
-
-
-def keep_store(rank):
-    held = [default_store()]
-    held.append(held)  # only a garbage collection frees it
-
-
-def test_worker_frees_its_store_after_its_answer():
-    workers = Pool()
-    try:
-        for _ in range(3):
-            workers.run(keep_store, world_size=2, limit=20.0)
     finally:
         workers.close()
