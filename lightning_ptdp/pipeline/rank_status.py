@@ -18,7 +18,7 @@ from typing import Literal
 from lightning_ptdp.schedule.actions import Action
 
 LOST = "lost another rank"
-_CAUSE = "The cause is on rank"
+_CAUSE = "The cause is on rank "
 _SHOWN = 200  # characters of an error in the line of its rank
 _MOST_LINES = 16
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
@@ -210,7 +210,7 @@ class RankReport:
                 )
             text.append(f"No answer from rank {rank}, {detail}")
         causes = [
-            f"{_CAUSE} {rank}: {heard.status.failure} ({heard.status.raised_at})"
+            f"{_CAUSE}{rank}: {heard.status.failure} ({heard.status.raised_at})"
             for rank, heard in sorted(self.heard.items())
             if heard.status.failure and not heard.status.failure.startswith(LOST)
         ]
@@ -271,8 +271,8 @@ def cause_first(message: str, explained: str) -> str:
 
     If the cause on another rank is known, it comes first.
     """
-    report, sep, cause = explained.rpartition(f"\n{_CAUSE} ")
-    return f"{_CAUSE} {cause}\n{message}\n{report}" if sep else f"{message}\n{explained}".rstrip()
+    report, sep, cause = explained.rpartition(f"\n{_CAUSE}")
+    return f"{_CAUSE}{cause}\n{message}\n{report}" if sep else f"{message}\n{explained}".rstrip()
 
 
 def duration(seconds: float) -> str:
