@@ -183,55 +183,36 @@ class Cached:
         ids = torch.tensor([[*[0] * (width - len(row)), *row][self._done :] for row in rows])
         self._done = width
         ids, real, places = (tensor.to(device, non_blocking=True) for tensor in (ids, real, places))
-        padded = bool(padding.any())
-        run = _run_gpt if isinstance(self.model, GPT) else _run_huggingface
+        # Without padding there is no mask: transformers would read its values.
+        mask = real.long() if padding.any() else None
 
         def call(stage: int) -> Tensor:
-            return run(self.model, self._caches, stage, ids, real, places, padded=padded)
+            if isinstance(self.model, GPT):
+                cache = self._caches.setdefault(stage, KeyValueCache())
+                cache.begin(real, ids.size(1))
+                logits: Tensor = self.model(ids, places, cache=cache)
+            else:
+                logits = self._logits_of_huggingface(stage, ids, places, mask)
+            return logits[:, -1]
 
         return call, tuple(ids.shape)
 
-
-def _run_gpt(
-    model: nn.Module,
-    caches: Caches,
-    stage: int,
-    ids: Tensor,
-    real: Tensor,
-    places: Tensor,
-    *,
-    padded: bool,
-) -> Tensor:
-    cache = caches.setdefault(stage, KeyValueCache())
-    cache.begin(real, ids.size(1))
-    logits: Tensor = model(ids, places, cache=cache)
-    return logits[:, -1]
-
-
-def _run_huggingface(
-    model: nn.Module,
-    caches: Caches,
-    stage: int,
-    ids: Tensor,
-    real: Tensor,
-    places: Tensor,
-    *,
-    padded: bool,
-) -> Tensor:
-    config: Any = model.config
-    cache = caches.setdefault(stage, new_cache(config))
-    accepted = inspect.signature(type(model).forward).parameters
-    options: dict[str, Any] = {"position_ids": places, "logits_to_keep": 1}
-    try:
-        # Without padding there is no mask: transformers would read its values.
-        output = model(
-            ids,
-            attention_mask=real.long() if padded else None,
-            past_key_values=cache,
-            use_cache=True,
-            **{name: value for name, value in options.items() if name in accepted},
-        )
-    finally:
-        advance_cache(cache, real.size(1), ids.device)
-    logits: Tensor = output.logits
-    return logits[:, -1]
+    def _logits_of_huggingface(
+        self, stage: int, ids: Tensor, places: Tensor, mask: Tensor | None
+    ) -> Tensor:
+        model: Any = self.model
+        cache = self._caches.setdefault(stage, new_cache(model.config))
+        accepted = inspect.signature(type(model).forward).parameters
+        options: dict[str, Any] = {"position_ids": places, "logits_to_keep": 1}
+        try:
+            output = model(
+                ids,
+                attention_mask=mask,
+                past_key_values=cache,
+                use_cache=True,
+                **{name: value for name, value in options.items() if name in accepted},
+            )
+        finally:
+            advance_cache(cache, self._done, ids.device)
+        logits: Tensor = output.logits
+        return logits
