@@ -144,7 +144,7 @@ class Schedule(Stages):
         virtual_pipeline_size: v, stages per rank.
         num_microbatches: m.
         programs: Actions of each rank, in order.
-        placement: Placement of the stages on the ranks (world/stage_placement.py).
+        placement: Placement of the stages on the ranks (world/axes.py).
     """
 
     name: str
