@@ -102,7 +102,7 @@ def _tensor_options(draw: Draw) -> dict[str, Any]:
 def _replica_options(draw: Draw, d: int) -> dict[str, Any]:
     return {
         "shard": draw.choice(get_args(Sharding)),
-        "overlap_parameter_gather": draw.choice((None, True, False)),
+        "overlap_parameter_gather": draw.choice((True, False)),
         "data_parallel_replicas": draw.choice((1, 1, 2, d)),
     }
 

@@ -143,8 +143,8 @@ class PTDPConfig(Degrees):
             before the first batch of each optimizer step and before validation, as DDP does. With
             False each replica keeps its own. Checkpoints hold rank 0's. A stage's buffers are
             broadcast among the ranks that hold the stage.
-        overlap_parameter_gather: Gather parameters while the next step's forward runs. Default: if
-            only Lightning reads them between the steps.
+        overlap_parameter_gather: Let the parameters of a sharded optimizer arrive while the next
+            step's forward runs. What reads one before waits for it.
         check_finite: Reaction to a step whose loss or gradient is NaN or infinite: "raise"
             NonFiniteError with the first parameter, rank and microbatch, "skip" the update with a
             warning that names the same, or None: no check. Under float16 the loss scale skips the
@@ -205,7 +205,7 @@ class PTDPConfig(Degrees):
     data_parallel_replicas: Size = 1
     inter_node_reduce_dtype: ReduceDtype | None = None
     broadcast_buffers: bool = True
-    overlap_parameter_gather: bool | None = None
+    overlap_parameter_gather: bool = True
     check_finite: FiniteAction | None = None
     timeout_s: float = 1800.0
     start_method: StartMethod = "popen"

@@ -18,7 +18,6 @@ from lightning_ptdp.data_parallel.manual_optimization import (
     ManualGradients,
     ManualOptimizationError,
 )
-from lightning_ptdp.data_parallel.optimizer_parameters import overlaps_gather
 from lightning_ptdp.data_parallel.replica_buffers import ReplicaBuffers
 
 __all__ = [
@@ -33,5 +32,4 @@ __all__ = [
     "ReplicaBuffers",
     "check_elementwise",
     "constructed_state",
-    "overlaps_gather",
 ]

@@ -45,6 +45,8 @@ class AbsentParameter(nn.Parameter):
             return super().__torch_function__(func, types, args, kwargs)
         parameter = args[0] if args and isinstance(args[0], AbsentParameter) else None
         if parameter is not None and func in _CONVERSIONS and not parameter._ptdp_access(None):
+            if func in _ADDRESSES:
+                return super().__torch_function__(func, types, args, kwargs)
             # by ``Module.to`` and ``state_dict``: what this rank holds is already on its device
             if func in _MOVES and not _DTYPES & {*args[1:], *kwargs.values()} - {parameter.dtype}:
                 return parameter
@@ -80,7 +82,7 @@ class AbsentValue(Tensor):
         Raises:
             PartialModelError: Another function needs the values.
         """
-        if func in _METADATA or func in _COPIES:
+        if func in _METADATA or func in _COPIES or func in _ADDRESSES:
             return super().__torch_function__(func, types, args, kwargs or {})
         name = _name_of(func)
         for tensor in iterate_tensors((args, kwargs or {})):
@@ -97,20 +99,23 @@ def set_access(parameter: nn.Parameter, access: Access) -> None:
     vars(parameter)["_ptdp_access"] = access
 
 
-def hide(parameter: nn.Parameter, nothing: Tensor) -> None:
+def hide(parameter: nn.Parameter, nothing: Tensor | None = None) -> None:
     """Take the values off ``parameter``, which keeps its shape and gradient.
 
-    ``nothing`` is one element of its dtype on its device, which takes their place.
+    ``nothing`` is one element of its dtype on its device, which takes their place. None: the values
+    arrive where the earlier ones are.
     """
     vars(parameter).setdefault("_ptdp_class", type(parameter))
-    set_elements(parameter, nothing.expand(parameter.shape))
+    if nothing is not None:
+        set_elements(parameter, nothing.expand(parameter.shape))
     parameter.__class__ = AbsentParameter
 
 
-def show(parameter: nn.Parameter, values: Tensor) -> None:
-    """Give ``parameter`` its values."""
+def show(parameter: nn.Parameter, values: Tensor | None) -> None:
+    """Give ``parameter`` its values; None: it has them."""
     parameter.__class__ = class_of(parameter)
-    set_elements(parameter, values)
+    if values is not None:
+        set_elements(parameter, values)
 
 
 # ---- Functions that need no values ---------------------------------------------------------------
@@ -122,7 +127,8 @@ _DTYPES = frozenset(value for value in vars(torch).values() if isinstance(value,
 _SETS_DATA = _Asks.data.__set__
 _MOVES = frozenset([_Asks.to, _Asks.cpu, _Asks.cuda])
 _COPIES = frozenset([_Asks.detach, _Asks.view_as, _Asks.data.__get__])
-_CONVERSIONS = _MOVES | _COPIES | {_SETS_DATA}
+_ADDRESSES = frozenset([_Asks.data_ptr, _Asks.untyped_storage])  # for kernels, or to compare
+_CONVERSIONS = _MOVES | _COPIES | _ADDRESSES | {_SETS_DATA}
 _METADATA: frozenset[Callable[..., Any]] = frozenset(
     [
         getattr(attribute, accessor)
@@ -133,8 +139,8 @@ _METADATA: frozenset[Callable[..., Any]] = frozenset(
     + [
         *(_Asks.size, _Asks.dim, _Asks.numel, _Asks.nelement, _Asks.element_size, _Asks.__len__),
         *(_Asks.is_floating_point, _Asks.is_complex, _Asks.is_inference, _Asks.is_pinned),
-        *(_Asks.is_conj, _Asks.is_neg, _Asks.is_shared, _Asks.get_device, _Asks.data_ptr),
-        *(_Asks.untyped_storage, _Asks.stride, _Asks.storage_offset, _Asks.is_contiguous),
+        *(_Asks.is_conj, _Asks.is_neg, _Asks.is_shared, _Asks.get_device),
+        *(_Asks.stride, _Asks.storage_offset, _Asks.is_contiguous),
         *(_Asks.requires_grad_, _Asks.register_hook, _Asks.register_post_accumulate_grad_hook),
         *(_Asks.new_zeros, _Asks.new_empty, _Asks.new_full, _Asks.new_tensor, _Asks.new_ones),
         *(torch.zeros_like, torch.empty_like, torch.ones_like, torch.full_like, torch.numel),

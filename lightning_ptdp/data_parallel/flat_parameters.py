@@ -14,9 +14,9 @@ from functools import cached_property
 from itertools import accumulate
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_ptdp.data_parallel.absent_parameters import hide, show
+from lightning_ptdp.data_parallel.absent_parameters import hide, set_access, show
 from lightning_ptdp.data_parallel.reduction import PendingReduction, Reduction
 from lightning_ptdp.parameters.managed_parameter import ManagedParameter
 from lightning_ptdp.parameters.materialize import put_values
@@ -38,7 +38,7 @@ class ParameterState(Enum):
     SHARDED = auto()
     """Each rank has its own part; of the others it has old values or none."""
     GATHERING = auto()
-    """The parts are on their way; nothing may read the parameters."""
+    """The parts are on their way; whoever reads a parameter waits for them."""
 
     def to(self, state: ParameterState) -> ParameterState:
         """Return ``state``, which must be the next one."""
@@ -112,6 +112,9 @@ class FlatParameters:
         if frees:
             flat.own = flat.own.clone()
             flat.free()
+        else:
+            for managed in parameters:
+                set_access(managed.parameter, flat._arrive)
         return flat
 
     @cached_property
@@ -149,6 +152,16 @@ class FlatParameters:
         else:
             self.state = self.state.to(ParameterState.SHARDED)
             self.start_gather()
+            if any(type(managed.parameter) is not nn.Parameter for managed in self.parameters):
+                self.wait()  # code may use what its class adds
+                return
+            for managed in self.parameters:
+                hide(managed.parameter)
+
+    def _arrive(self, _: str | None) -> bool:
+        """Return True when the parameters, of which one is read, are whole."""
+        self.wait()
+        return True
 
     @torch.no_grad()
     def start_gather(self) -> None:
@@ -169,9 +182,8 @@ class FlatParameters:
         if pending is None:
             return
         pending.wait()
-        if self.frees:
-            for managed, view in self._views():
-                show(managed.parameter, view)
+        for managed, view in self._views():
+            show(managed.parameter, view if self.frees else None)
         self.state = self.state.to(ParameterState.WHOLE)
 
     @torch.no_grad()

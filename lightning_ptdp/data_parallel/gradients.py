@@ -29,8 +29,8 @@ from lightning_ptdp.world.mesh import ProcessMesh
 class Gradients:
     """Gradients of one rank and the tensors on which the optimizer steps.
 
-    The calls for a batch are ``begin``, then ``reduce`` around Lightning's backward. With a
-    schedule they are ``begin`` and ``start``, then ``finish`` and ``show`` after its backward.
+    The call for a batch is ``reduce`` around Lightning's backward. With a schedule the calls are
+    ``start``, then ``finish`` and ``show`` after its backward.
 
     Args:
         module: The LightningModule, this rank's part.
@@ -47,6 +47,8 @@ class Gradients:
         stepped: Tensors on which the optimizer steps; None if these are the parameters.
         accumulates: True if the current batches do not complete an optimizer step.
         reduces: True if the started batch is summed over the replicas during its backward.
+        clears: True if Lightning clears all gradients between the batch's forward and its backward.
+            Otherwise the gradients left in ``.grad`` show whether it did.
     """
 
     def __init__(
@@ -74,19 +76,18 @@ class Gradients:
         self._gather: ParameterGather | None = None
         self._trainable: set[nn.Parameter] = set()
         self.accumulates = self.reduces = False
-        self._clears = True
+        self.clears = True
         self._open = False
         self._left: dict[Tensor, Tensor] = {}
         self._images = ImageGradients(module, device)
 
-    def prepare(self, optimizer: Any, *, apart: bool, overlaps: bool = False) -> bool:
+    def prepare(self, optimizer: Any, *, apart: bool) -> bool:
         """Lay out the gradients and the optimizer's tensors.
 
         Args:
             optimizer: Lightning's optimizer.
             apart: True if gradients must be summed over ranks or hidden from Lightning. Otherwise
                 autograd's own may suffice.
-            overlaps: Gather the parameters of a sharded optimizer during the next forward.
 
         Returns:
             False if autograd's own gradients suffice.
@@ -98,7 +99,6 @@ class Gradients:
         ):
             return False
         self._optimizer = optimizer
-        self._overlaps = overlaps
         self._lay_out()
         return True
 
@@ -119,7 +119,7 @@ class Gradients:
             self._gather = ParameterGather(
                 self._module,
                 self.stepped,
-                overlaps=self._overlaps and self._store.scatters and not self._flats,
+                overlaps=self._config.overlap_parameter_gather and self.stepped.gathers,
             )
         self._trainable = {parameter for parameter in self._parameters if parameter.requires_grad}
         self.step.use(self._store, steps_on_copies=self.stepped is not None)
@@ -141,17 +141,6 @@ class Gradients:
 
     # ---- batches ---------------------------------------------------------------------------------
 
-    def begin(self, *, clears: bool) -> None:
-        """Begin a batch: wait for the parameters that nothing in its forward waits for.
-
-        Args:
-            clears: True if Lightning clears all gradients between this forward and its backward.
-                Otherwise the gradients left in ``.grad`` show whether it did.
-        """
-        self._clears = clears
-        if self._gather is not None:
-            self._gather.begin()
-
     def start(self) -> GradientStore:
         """Prepare for a batch's gradients and return their store.
 
@@ -162,7 +151,7 @@ class Gradients:
                 The message names the parameter and what works.
         """
         assert self._store is not None
-        keep = self._open and not self._clears
+        keep = self._open and not self.clears
         changed = [
             parameter
             for parameter in self._parameters
@@ -177,7 +166,7 @@ class Gradients:
         if not keep:
             # Gradients that were not cleared are already summed over the replicas. They are set
             # aside until the batch's gradients are summed too.
-            uncleared = {} if self._clears else _gradients(self._stepped_on())
+            uncleared = {} if self.clears else _gradients(self._stepped_on())
             self._left = {value: gradient.clone() for value, gradient in uncleared.items()}
             if changed:
                 self._release()

@@ -161,7 +161,7 @@ class Engine:
             self.broadcast_buffers()
         self._accumulated = self.gradients.accumulates
         self._check_kept()
-        self.gradients.begin(clears=clears)
+        self.gradients.clears = clears
         if self._config.runs_backward:
             return self._scheduled_training_step(context, args, loss_scale)
         return self._straight_step("training_step", context, args)

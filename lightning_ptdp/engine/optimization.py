@@ -70,7 +70,7 @@ class Optimization:
         self.factor: float | Tensor = 1.0
         self._checks: GradientChecks | None = None
 
-    def prepare(self, optimizer: Optimizer, *, overlaps: bool = False) -> None:
+    def prepare(self, optimizer: Optimizer) -> None:
         """Create the gradient stores, and pass the optimizer the tensors that it steps on.
 
         Raises:
@@ -82,7 +82,7 @@ class Optimization:
         # placement if the model is cut.
         self._parallel.check(frozen=self._mesh.layout.divides_model)
         apart = self._mesh.layout.world_size > 1 or self._config.runs_backward
-        if self.gradients.prepare(optimizer, apart=apart, overlaps=overlaps):
+        if self.gradients.prepare(optimizer, apart=apart):
             self._checks = GradientChecks(
                 action=self._config.check_finite, mesh=self._mesh, gradients=self.gradients
             )

@@ -1,0 +1,131 @@
+"""Parameters of a sharded optimizer that are read before they have arrived."""
+
+from contextlib import nullcontext
+from unittest import mock
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from torch.nn.functional import linear
+
+from lightning_ptdp.data_parallel import reduction
+from tests.conformance.toys import LitNet, Losses, Place, loader, make_trainer, weights
+
+
+class LateGather:
+    """A gather that starts when it is waited for, and writes NaN in place of old values before."""
+
+    def __init__(self, buffer, group):
+        self.arguments = buffer, group
+        own = reduction._own_part(buffer, group)
+        kept = own.clone()
+        buffer.fill_(torch.nan)
+        own.copy_(kept)
+
+    def wait(self):
+        plain(*self.arguments).wait()
+
+
+plain = reduction.start_all_gather
+DDP = Place(world_size=2, reference="ddp_find_unused_parameters_true")
+
+
+class PenaltyFirst(LitNet):
+    def loss(self, batch):
+        penalty = sum(p.square().sum() for p in self.parameters())
+        return super().loss(batch) + 0.01 * penalty
+
+
+class AddressFirst(LitNet):
+    """Gives a kernel the address of a weight."""
+
+    def loss(self, batch):
+        for p in self.net.parameters():
+            p.data_ptr()
+            assert p.__torch_function__ is torch.nn.Parameter.__torch_function__
+        return super().loss(batch)
+
+
+class HeadIsNotCalled(LitNet):
+    def loss(self, batch):
+        *blocks, head = self.net
+        x, y = batch
+        for block in blocks:
+            x = block(x)
+        return (linear(x, head.weight, head.bias) - y).square().mean()
+
+
+class Monitor(LitNet):
+    """Reads parameters between the steps, on one rank."""
+
+    def on_train_batch_end(self, *_):
+        if self.global_rank == 0:
+            assert sum(p.sum() for p in self.parameters()).isfinite()
+
+    def on_before_zero_grad(self, optimizer):
+        assert torch._foreach_norm(list(self.parameters()))[0].isfinite()
+
+
+class Spare(LitNet):
+    """Has a layer that no step uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.spare = torch.nn.Linear(2, 2)
+
+
+class Marked(torch.nn.Parameter):
+    def scaled(self):
+        return 0.9 * self
+
+
+class OwnClass(LitNet):
+    def __init__(self):
+        super().__init__()
+        self.net[0].bias = Marked(self.net[0].bias.detach())
+
+    def loss(self, batch):
+        return super().loss(batch) + self.net[0].bias.scaled().sum()
+
+
+def fit(rank, place, module, late, averages):
+    losses = Losses()
+    callbacks = [losses, EMAWeightAveraging(decay=0.7)] if averages else [losses]
+    gathers = (
+        mock.patch.object(reduction, "start_all_gather", LateGather) if late else nullcontext()
+    )
+    with gathers:
+        trainer = make_trainer(place, callbacks=callbacks)
+        trainer.fit(module(), loader())
+        return losses.values, weights(trainer)
+
+
+@pytest.mark.parametrize(
+    ("module", "layout", "late", "averages"),
+    [
+        (LitNet, {}, True, False),
+        (PenaltyFirst, {}, True, False),
+        (PenaltyFirst, {"shard": "gradients"}, True, False),
+        (PenaltyFirst, {"overlap_parameter_gather": False}, True, False),
+        (AddressFirst, {}, True, False),
+        (HeadIsNotCalled, {}, True, False),
+        (Monitor, {}, False, False),
+        (Spare, {}, True, False),
+        (OwnClass, {}, True, False),
+        (LitNet, {}, True, True),
+        (
+            PenaltyFirst,
+            {"compile": "blocks", "compile_options": {"backend": "aot_eager"}},
+            True,
+            False,
+        ),
+    ],
+)
+def test_reads_wait_for_gathers(module, layout, late, averages, conformance):
+    place = Place(world_size=2, layout={"shard": "optimizer", "bucket_mb": 1e-3, **layout})
+    found = conformance.ranks(fit, place, module, late, averages)
+    expected = conformance.expected(fit, DDP, module, False, averages)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours[0] == pytest.approx(theirs[0], rel=1e-5)
+        for name, value in theirs[1].items():
+            torch.testing.assert_close(ours[1][name], value, rtol=1e-5, atol=1e-6)
