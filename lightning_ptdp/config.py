@@ -129,7 +129,8 @@ class PTDPConfig(Degrees):
             ("bf16-true", "16-true").
         offload_optimizer: Keep the optimizer's states, and the copies of the parameters on which it
             then steps, in the memory of the host, and step on the CPU (ZeRO-Offload, arXiv
-            2101.06840). On a GPU only weights, gradients and activations are left.
+            2101.06840), beside the next forward if nothing else reads parameters between the steps.
+            On a GPU only weights, gradients and activations are left.
         gradient_dtype: Type in which the gradients of such parameters are accumulated: "float32" or
             the "parameter" dtype.
         reduce_dtype: Type in which gradients are summed over the replicas: "float32", "bfloat16" or
@@ -143,8 +144,8 @@ class PTDPConfig(Degrees):
             before the first batch of each optimizer step and before validation, as DDP does. With
             False each replica keeps its own. Checkpoints hold rank 0's. A stage's buffers are
             broadcast among the ranks that hold the stage.
-        overlap_parameter_gather: Let the parameters of a sharded optimizer arrive while the next
-            step's forward runs. What reads one before waits for it.
+        overlap_parameter_gather: Let the parameters of a sharded or offloaded optimizer arrive while
+            the next step's forward runs. What reads one before waits for it.
         check_finite: Reaction to a step whose loss or gradient is NaN or infinite: "raise"
             NonFiniteError with the first parameter, rank and microbatch, "skip" the update with a
             warning that names the same, or None: no check. Under float16 the loss scale skips the

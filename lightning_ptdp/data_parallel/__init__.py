@@ -5,6 +5,7 @@ norm is computed over all ranks.
 """
 
 from lightning_ptdp.data_parallel.bucket import HALF
+from lightning_ptdp.data_parallel.deferred_step import reads_between_steps
 from lightning_ptdp.data_parallel.elementwise import (
     Cut,
     GroupTrial,
@@ -32,4 +33,5 @@ __all__ = [
     "ReplicaBuffers",
     "check_elementwise",
     "constructed_state",
+    "reads_between_steps",
 ]

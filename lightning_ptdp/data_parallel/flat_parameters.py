@@ -61,6 +61,7 @@ class FlatParameters:
         frees: Whether the other ranks' parts are freed between uses. Otherwise ``own`` is a view
             of ``whole``.
         state: What happens to the parameters.
+        settle: Waits until ``own`` has the values of the last step; None: it has them.
     """
 
     parameters: Sequence[ManagedParameter]
@@ -71,6 +72,7 @@ class FlatParameters:
     whole: Tensor | None
     frees: bool
     state: ParameterState = ParameterState.WHOLE
+    settle: Callable[[], None] | None = None
     _pending: PendingReduction | None = None
 
     @classmethod
@@ -145,18 +147,29 @@ class FlatParameters:
         """Return the values in a range of the flat tensor, which ``own`` has."""
         return self.own[region.start - self.begin : region.stop - self.begin]
 
-    def stepped(self) -> None:
-        """Start to gather what the optimizer has changed, if all ranks keep it."""
+    def stepped(self, settle: Callable[[], None] | None = None) -> None:
+        """Start to gather what the optimizer has changed, if all ranks keep it.
+
+        With ``settle`` the optimizer is still changing it, and ``start_gather`` follows later.
+        """
+        self.settle = settle
         if self.frees:
             assert self.state is ParameterState.SHARDED, "the step's passes have freed the rest"
         else:
             self.state = self.state.to(ParameterState.SHARDED)
-            self.start_gather()
+            if settle is None:
+                self.start_gather()
             if any(type(managed.parameter) is not nn.Parameter for managed in self.parameters):
                 self.wait()  # code may use what its class adds
                 return
             for managed in self.parameters:
                 hide(managed.parameter)
+
+    def settled(self) -> None:
+        """Return when ``own`` has the values of the last step."""
+        settle, self.settle = self.settle, None
+        if settle is not None:
+            settle()
 
     def _arrive(self, _: str | None) -> bool:
         """Return True when the parameters, of which one is read, are whole."""
@@ -166,6 +179,7 @@ class FlatParameters:
     @torch.no_grad()
     def start_gather(self) -> None:
         """Start to gather the other ranks' parts, if they are missing; collective."""
+        self.settled()
         if self.state is not ParameterState.SHARDED:
             return
         self.state = self.state.to(ParameterState.GATHERING)

@@ -81,13 +81,14 @@ class Gradients:
         self._left: dict[Tensor, Tensor] = {}
         self._images = ImageGradients(module, device)
 
-    def prepare(self, optimizer: Any, *, apart: bool) -> bool:
+    def prepare(self, optimizer: Any, *, apart: bool, defers: bool = False) -> bool:
         """Lay out the gradients and the optimizer's tensors.
 
         Args:
             optimizer: Lightning's optimizer.
             apart: True if gradients must be summed over ranks or hidden from Lightning. Otherwise
                 autograd's own may suffice.
+            defers: Let steps in the host's memory run beside the next forward.
 
         Returns:
             False if autograd's own gradients suffice.
@@ -99,6 +100,7 @@ class Gradients:
         ):
             return False
         self._optimizer = optimizer
+        self._defers = defers
         self._lay_out()
         return True
 
@@ -115,11 +117,11 @@ class Gradients:
         whole = any(is_cut_for_step(managed, tensor) for managed in self._store.parameters)
         if masters or whole or self._store.scatters:
             self.stepped = OptimizerParameters(self._store, config=self._config, tensor=tensor)
-            self.stepped.adopt(self._optimizer)
+            self.stepped.adopt(self._optimizer, defers=self._defers)
             self._gather = ParameterGather(
                 self._module,
                 self.stepped,
-                overlaps=self._config.overlap_parameter_gather and self.stepped.gathers,
+                overlaps=self._config.overlap_parameter_gather,
             )
         self._trainable = {parameter for parameter in self._parameters if parameter.requires_grad}
         self.step.use(self._store, steps_on_copies=self.stepped is not None)
@@ -206,6 +208,7 @@ class Gradients:
         if self._store is None:
             yield
             return
+        self.parameters_needed()  # gathers come before the reductions on every rank
         store = self.start()
         last = not self.accumulates
         store.expect(0, last=last)
@@ -241,6 +244,11 @@ class Gradients:
     def shown(self) -> contextlib.AbstractContextManager[None]:
         """Return the context of hooks that may look at the gradients and change them."""
         return contextlib.nullcontext() if self.accumulates else self.step.shown()
+
+    def defer(self) -> None:
+        """Let the optimizer's step, which follows, run beside the next forward, if it may."""
+        if self.stepped is not None:
+            self.stepped.take()
 
     def used(self) -> None:
         """Start to gather the parameters, after the optimizer has stepped."""

@@ -31,7 +31,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_ptdp.config import PTDPConfig
+from lightning_ptdp.data_parallel.absent_parameters import set_access
 from lightning_ptdp.data_parallel.bucket import HALF, Bucket
+from lightning_ptdp.data_parallel.deferred_step import (
+    DeferredStep,
+    StepPart,
+    can_defer,
+    publish,
+    step_parts,
+)
 from lightning_ptdp.data_parallel.flat_parameters import FlatParameters, ParameterState
 from lightning_ptdp.data_parallel.gradient_store import GradientStore
 from lightning_ptdp.data_parallel.whole_matrices import WholeMatrices
@@ -58,6 +66,8 @@ class OptimizerParameters:
         self._config = config
         self._flat: list[FlatParameters] = []
         self._flat_of: dict[nn.Parameter, FlatParameters] = {}
+        self._late: list[StepPart] = []
+        self._deferred: DeferredStep | None = None
         for managed in gradients.parameters:
             values = managed.parameter.detach()
             if gradients.scatters:
@@ -65,8 +75,9 @@ class OptimizerParameters:
             elif (master := self._master(values)) is not None:
                 managed.step_on(master, rounded=values)
         if gradients.scatters:
-            for bucket in gradients.buckets():
-                self._shard(bucket)
+            self._parts = [self._shard(bucket) for bucket in gradients.buckets()][::-1]
+        else:
+            self._parts = [*step_parts(gradients.parameters)]
         cut = [managed for managed in gradients.parameters if is_cut_for_step(managed, tensor)]
         self._whole = None
         if cut and config.offload_optimizer:
@@ -80,14 +91,15 @@ class OptimizerParameters:
             self._whole = WholeMatrices(owned, tensor)
 
     @property
-    def gathers(self) -> bool:
-        """Return True if the parameters are gathered after each step."""
-        return bool(self._flat)
+    def arrives_late(self) -> bool:
+        """Return True if parameters get their values after the optimizer's step has returned."""
+        return bool(self._flat) or self._deferred is not None
 
-    def adopt(self, optimizer: Optimizer) -> None:
+    def adopt(self, optimizer: Optimizer, *, defers: bool = False) -> None:
         """Put the new tensors into the optimizer's groups, in place.
 
-        Schedulers keep references to the groups.
+        Schedulers keep references to the groups. With ``defers``, steps in the host's memory run
+        beside the next forward if the optimizer allows it.
         """
         managed_of = {managed.parameter: managed for managed in self._gradients.parameters}
         for group in optimizer.param_groups:
@@ -104,6 +116,11 @@ class OptimizerParameters:
             state = optimizer.state.pop(parameter, None)
             if state is not None and managed.stepped is not None:
                 optimizer.state[managed.stepped] = _state_of(managed, state)
+        if defers and self._config.offload_optimizer and can_defer(optimizer):
+            self._deferred = DeferredStep(optimizer)
+            for part in self._parts:
+                for parameter in part.parameters if part.flat is None else ():
+                    set_access(parameter, partial(self._arrive, parameter))
 
     def show(self) -> None:
         """Show the summed gradients to the optimizer.
@@ -118,7 +135,10 @@ class OptimizerParameters:
             gradient = managed.gradient
             if stepped is not None and managed.steps_on_copy and not self._is_whole(managed):
                 gradient = managed.parameter.grad if gradient is None else gradient
-                stepped.grad = None if gradient is None else self._like(stepped, gradient)
+                copies = self._deferred is not None  # the next step reuses the memory
+                stepped.grad = (
+                    None if gradient is None else self._like(stepped, gradient, copy=copies)
+                )
         if self._config.offload_optimizer and torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()  # the optimizer reads the gradients now
         if self._whole is not None:
@@ -132,19 +152,53 @@ class OptimizerParameters:
     def publish(self) -> None:
         """Round the masters and start to gather the parameters, after the optimizer's step."""
         self.wait()
+        if self._deferred is not None and self._deferred.start(self._parts):
+            self._late = [*self._parts]
+            for part in self._parts:
+                if part.flat is not None:
+                    part.flat.stepped(partial(self._settle, part))
+            return
         with torch.no_grad():
-            for managed in self._gradients.parameters:
-                stepped = managed.stepped
-                rounded = managed.rounded
-                if rounded is not None and stepped is not None and not self._is_whole(managed):
-                    rounded.copy_(stepped, non_blocking=True)
+            publish(m for m in self._gradients.parameters if not self._is_whole(m))
             if self._whole is not None:
                 self._whole.publish()
         for flat in reversed(self._flat):
             flat.stepped()
 
+    def take(self) -> None:
+        """Defer the optimizer's step, which follows, until ``publish``, if it may be deferred."""
+        if self._deferred is not None:
+            self._deferred.take(
+                m.stepped for m in self._gradients.parameters if m.stepped is not None
+            )
+
+    def _settle(self, part: StepPart) -> None:
+        """Finish a deferred step up to ``part``; all replicas then gather in the same order."""
+        while part in self._late:
+            first = self._late.pop(0)
+            try:
+                first.finish()
+            except BaseException:
+                for lost in (first, *self._late):
+                    if lost.flat is None or not lost.flat.frees:
+                        lost.show()
+                self._late.clear()
+                raise
+            if first.flat is not None:
+                first.flat.settle = None
+                if not first.flat.frees:
+                    first.flat.start_gather()
+
+    def _arrive(self, parameter: nn.Parameter, _: str | None) -> bool:
+        """Return True when a parameter has the values of the last step."""
+        self.wait({parameter})
+        return True
+
     def wait(self, parameters: Collection[nn.Parameter] | None = None) -> None:
         """Return when ``parameters`` (all by default) have the values of the last step."""
+        for part in [*self._late]:
+            if parameters is None or not part.parameters.isdisjoint(parameters):
+                self._settle(part)
         gathering = [flat for flat in self._flat if flat.state is ParameterState.GATHERING]
         chosen = {self._flat_of.get(p) for p in parameters or ()} if gathering else set()
         for flat in reversed(gathering):
@@ -169,11 +223,14 @@ class OptimizerParameters:
 
     def close(self) -> None:
         """Release the buckets; saving the optimizer needs the stepped tensors further on."""
+        if self._deferred is not None:
+            self._deferred.close()
         for managed in self._gradients.parameters:
             managed.gradient = None
 
-    def _shard(self, bucket: Bucket) -> None:
+    def _shard(self, bucket: Bucket) -> StepPart:
         """Step on this rank's part of a bucket."""
+        members = []
         flat = bucket.flat
         if flat is None:
             flat = FlatParameters.of(
@@ -194,6 +251,9 @@ class OptimizerParameters:
                 rounded=None if master is None else values,
                 gradient=bucket.at(region).view(part.held_shape),
             )
+            members.append(managed)
+        parameters = {managed.parameter for managed in bucket.parameters}
+        return StepPart(parameters=parameters, members=members, flat=flat)
 
     def _master(self, values: Tensor) -> nn.Parameter | None:
         """Return the copy on which the optimizer steps; None: it steps on ``values``."""
@@ -247,8 +307,8 @@ def _state_of(managed: ManagedParameter, state: dict[str, object]) -> dict[str, 
 # ---- Gathering of a sharded optimizer's parameters during the next forward -----------------------
 #
 # Whoever reads a parameter that is being gathered waits for it (``absent_parameters.py``), even if
-# it is a hook between the steps. Modules wait when they are called, because compiled code reads
-# parameters unseen.
+# it is a hook between the steps. Modules whose code may read parameters unseen, as compiled code and
+# kernels do, wait when they are called.
 
 
 class ParameterGather:
@@ -267,7 +327,7 @@ class ParameterGather:
             module.register_state_dict_pre_hook(lambda *_: stepped.wait()),
             module.register_load_state_dict_pre_hook(lambda *_: stepped.wait()),
         ]
-        for called in _called(module) if overlaps else ():
+        for called in _called(module) if overlaps and stepped.arrives_late else ():
             wait = partial(stepped.wait, {*called.parameters()})
             self._hooks.append(called.register_forward_pre_hook(lambda *_, wait=wait: wait()))
 
@@ -285,11 +345,15 @@ class ParameterGather:
 
 
 def _called(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the members of the outermost containers, and modules outside that have no children."""
+    """Yield the members of the outermost containers, and modules outside that have no children.
+
+    Modules of torch and of this package, which read parameters with torch's functions, are left out.
+    """
     for child in module.children():
         if isinstance(child, nn.ModuleList | nn.Sequential | nn.ModuleDict):
             yield from child.children()
         elif next(child.children(), None) is None:
-            yield child
+            if type(child).__module__.partition(".")[0] not in ("torch", "lightning_ptdp"):
+                yield child
         else:
             yield from _called(child)

@@ -43,6 +43,7 @@ class RoundedParameters:
     @torch.no_grad()
     def largest(self) -> Tensor:
         """Return the largest magnitude in this rank's part of each parameter, (k) float32."""
+        self.flat.settled()
         found = self.flat.own.new_zeros(len(self._weights), dtype=torch.float32)
         places = {managed: place for place, managed in enumerate(self.flat.parameters)}
         for managed, _, values in self.flat.own_parts():
@@ -67,6 +68,7 @@ class RoundedParameters:
             return
         self.state = self.state.to(ParameterState.GATHERING)
         flat = self.flat
+        flat.settled()
         self.whole = torch.empty(flat.size, dtype=torch.uint8, device=flat.own.device)
         mine = flat.reduction.mine(self.whole)
         stop = flat.begin + flat.own.numel()

@@ -162,9 +162,13 @@ class Engine:
         self._accumulated = self.gradients.accumulates
         self._check_kept()
         self.gradients.clears = clears
-        if self._config.runs_backward:
-            return self._scheduled_training_step(context, args, loss_scale)
-        return self._straight_step("training_step", context, args)
+        output = (
+            self._scheduled_training_step(context, args, loss_scale)
+            if self._config.runs_backward
+            else self._straight_step("training_step", context, args)
+        )
+        self.gradients.parameters_needed()  # before Lightning clears the gradients
+        return output
 
     def broadcast_buffers(self) -> None:
         """Broadcast the first replica's buffers to all replicas, if the option is set.
@@ -194,6 +198,7 @@ class Engine:
             context,
             args,
             gradients=store,
+            before_backward=self.gradients.parameters_needed,
             scale=1 / (windows * replicas),
             loss_scale=loss_scale,
             reduces=self.gradients.reduces,

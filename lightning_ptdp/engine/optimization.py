@@ -70,8 +70,10 @@ class Optimization:
         self.factor: float | Tensor = 1.0
         self._checks: GradientChecks | None = None
 
-    def prepare(self, optimizer: Optimizer) -> None:
+    def prepare(self, optimizer: Optimizer, *, defers: bool = False) -> None:
         """Create the gradient stores, and pass the optimizer the tensors that it steps on.
+
+        With ``defers``, its steps in the host's memory may run beside the next forward.
 
         Raises:
             ValueError: The module has trainable parameters that did not exist when it was cut, or
@@ -82,7 +84,7 @@ class Optimization:
         # placement if the model is cut.
         self._parallel.check(frozen=self._mesh.layout.divides_model)
         apart = self._mesh.layout.world_size > 1 or self._config.runs_backward
-        if self.gradients.prepare(optimizer, apart=apart):
+        if self.gradients.prepare(optimizer, apart=apart, defers=defers):
             self._checks = GradientChecks(
                 action=self._config.check_finite, mesh=self._mesh, gradients=self.gradients
             )

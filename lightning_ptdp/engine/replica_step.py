@@ -115,6 +115,7 @@ class LightningJob(StepJob):
         owners: Modules on which the step may leave state.
         shards: Sharded parameters; None: they are not sharded.
         gradients: Store to notify when gradients are complete; None outside of training.
+        before_backward: Called before each backward of a training.
         expected_tokens: Divisor of a loss that counts its tokens, in addition to the multiplication
             by them; a power of two.
         spread: Numbers of labels to read with the report (``label_spread``); None if they are not
@@ -150,6 +151,7 @@ class LightningJob(StepJob):
     weigh: Callable[[StepReport], None] | None
     shards: ShardedParameters | None = None
     gradients: GradientStore | None = None
+    before_backward: Callable[[], None] = lambda: None
     expected_tokens: float = 1.0
     spread: Tensor | None = None
     inspects: bool = False
@@ -291,6 +293,7 @@ class LightningJob(StepJob):
     def before_gradients(self, stage: int, awaited: Sequence[Tensor] | None, *, last: bool) -> None:
         """Let reductions start as the gradients of this stage are completed."""
         if self.gradients is not None:
+            self.before_backward()
             self.gradients.expect(stage, awaited, last=last and self.reduces)
 
     def gradient_complete(self, parameter: Tensor) -> None:

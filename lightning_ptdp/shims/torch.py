@@ -166,6 +166,14 @@ def has_module_hooks(module: nn.Module) -> bool:
     return any(getattr(module, kind) for kind in kinds)
 
 
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if hooks see the optimizer's steps."""
+    return any(
+        getattr(optimizer, name, None)
+        for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    )
+
+
 def saved_tensor_hooks() -> object:
     """Return the hooks through which tensors go that autograd saves now; None: there are none.
 

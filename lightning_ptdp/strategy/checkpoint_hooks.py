@@ -97,6 +97,8 @@ class CheckpointHooks(World):
 
     def optimizer_state(self, optimizer: Optimizer) -> Checkpoint:
         """Return hyperparameters of the groups, with the names of all ranks' parameters."""
+        if self._engine is not None:
+            self._engine.gradients.parameters_needed()  # the states are those of the last step
         if self._parallel is None or self.writes_file:
             return super().optimizer_state(optimizer)
         return {} if self._alone("saving") else optimizer_state(self.model_space, optimizer)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import RandomSampler
 
 from lightning_ptdp.checkpoint import same_outcome
-from lightning_ptdp.data_parallel import check_elementwise
+from lightning_ptdp.data_parallel import check_elementwise, reads_between_steps
 from lightning_ptdp.engine import Engine
 from lightning_ptdp.forward.surroundings import Context
 from lightning_ptdp.parallelize import apply_block_passes, parallelize
@@ -228,7 +228,10 @@ class SetupHooks(StepHooks):
             # the user's.
             return
         (optimizer,) = self.optimizers
-        self.engine.optimization.prepare(optimizer)
+        defers = self.config.overlap_parameter_gather and not reads_between_steps(
+            trainer, self._names
+        )
+        self.engine.optimization.prepare(optimizer, defers=defers)
 
     def model_to_device(self) -> None:
         """Move this rank's part of the model to its device."""

@@ -279,6 +279,7 @@ class StepHooks(CheckpointHooks):
     def _show_gradients(self, hooks: Callable[..., None], *args: object) -> None:
         with self.engine.gradients.shown():
             hooks(*args)
+        self.engine.gradients.defer()
 
     def compute_gradient_norm(self) -> Tensor:
         """Return the 2-norm of the whole model's gradient, each parameter counted once.

@@ -1,0 +1,184 @@
+"""Optimizer steps in the host's memory that run beside the next forward.
+
+A thread steps on one part of the parameters after another, in the order in which a forward needs
+them. Whoever reads a parameter waits for its part, so the results are those of a step that nothing
+overlaps. ZeRO-Offload (arXiv 2101.06840, section 5.2) computes with the parameters of the step
+before instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_ptdp.data_parallel.absent_parameters import hide, show
+from lightning_ptdp.data_parallel.elementwise import equivalent_optimizer
+from lightning_ptdp.data_parallel.flat_parameters import FlatParameters
+from lightning_ptdp.parameters.managed_parameter import ManagedParameter
+from lightning_ptdp.shims.lightning import LightningNames
+from lightning_ptdp.shims.torch import has_step_hooks
+
+
+@dataclass(eq=False, kw_only=True)
+class StepPart:
+    """Parameters that are stepped on together.
+
+    Attributes:
+        parameters: Parameters with a value that the step changes.
+        members: Those of which this rank steps on a part.
+        flat: Their storage; None: each has its own.
+        done: The step; None: it has ended, and the parameters have its values.
+    """
+
+    parameters: set[nn.Parameter]
+    members: Sequence[ManagedParameter]
+    flat: FlatParameters | None = None
+    done: Future[None] | None = None
+
+    def defer(self, done: Future[None]) -> None:
+        """Let readers of the parameters wait for the step."""
+        self.done = done
+        if self.flat is None:
+            for parameter in self.parameters:
+                hide(parameter)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Wait for the step, and give the parameters its values."""
+        assert self.done is not None
+        self.done.result()
+        self.done = None
+        if self.flat is None:
+            self.show()
+        publish(self.members)
+
+    def show(self) -> None:
+        """Let nobody wait any longer."""
+        for parameter in self.parameters:
+            show(parameter, None)
+
+
+def publish(members: Iterable[ManagedParameter]) -> None:
+    """Copy the values after a step to the parameters, or to this rank's part of them."""
+    for managed in members:
+        if managed.rounded is not None and managed.stepped is not None:
+            managed.rounded.copy_(managed.stepped, non_blocking=True)
+
+
+class DeferredStep:
+    """Steps of an optimizer in a thread.
+
+    Args:
+        optimizer: One of torch's, which keep all states by parameter.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._gradients: dict[nn.Parameter, Tensor] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="optimizer step")
+
+    def take(self, stepped: Iterable[nn.Parameter]) -> None:
+        """Take the gradients, so that the optimizer's own step, which follows, changes nothing."""
+        for value in stepped:
+            if value.grad is not None:
+                self._gradients[value] = value.grad
+                value.grad = None
+
+    def start(self, parts: Sequence[StepPart]) -> bool:
+        """Step on each part with the present hyperparameters; return False if nothing was taken."""
+        if not self._gradients:
+            return False
+        for value, gradient in self._gradients.items():
+            value.grad = gradient
+        self._gradients = {}
+        for part in parts:
+            values = {managed.stepped for managed in part.members}
+            groups = []
+            for group in self._optimizer.param_groups:
+                chosen = [value for value in group["params"] if value in values]
+                if chosen:
+                    groups.append(equivalent_optimizer(self._optimizer, group, chosen))
+                    groups[-1].state = self._optimizer.state
+            part.defer(self._thread.submit(_step, groups))
+        return True
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown()
+
+
+def _step(groups: Iterable[Optimizer]) -> None:
+    for group in groups:
+        group.step()
+
+
+def step_parts(parameters: Iterable[ManagedParameter]) -> Iterator[StepPart]:
+    """Yield parts of parameters that are given in the order of a forward."""
+    members: list[ManagedParameter] = []
+    for managed in parameters:
+        members.append(managed)
+        if sum(managed.parameter.numel() for managed in members) >= _PART:
+            yield StepPart(parameters={m.parameter for m in members}, members=members)
+            members = []
+    yield StepPart(parameters={m.parameter for m in members}, members=members)
+
+
+_PART = 1 << 22  # elements
+
+
+def can_defer(optimizer: Optimizer) -> bool:
+    """Return True if nothing but the optimizer's parameters and their states takes part in a step.
+
+    Other optimizers than torch's may keep states of all parameters together.
+    """
+    module = type(optimizer).__module__.split(".")
+    return (
+        module[:2] == ["torch", "optim"]
+        and not isinstance(optimizer, torch.optim.LBFGS)
+        and not has_step_hooks(optimizer)
+    )
+
+
+def reads_between_steps(trainer: Any, names: LightningNames) -> bool:
+    """Return True if the user's hooks or callbacks may read parameters between two steps.
+
+    They run between an optimizer's step and the next forward, perhaps on one rank only, which would
+    wait for the others there.
+    """
+    return _has_hooks(type(trainer.lightning_module), names.LightningModule) or any(
+        isinstance(callback, (*names.WeightAveragingCallbacks, names.LambdaCallback))
+        or (
+            type(callback).__module__.split(".")[0] not in _HARMLESS
+            and _has_hooks(type(callback), names.Callback)
+        )
+        for callback in trainer.callbacks
+    )
+
+
+_HARMLESS = ("lightning", "pytorch_lightning", "lightning_ptdp")
+"""Packages whose callbacks read parameters only through the strategy, if at all."""
+_HOOKS = (
+    "on_train_",
+    "on_validation_",
+    "on_before_",
+    "on_after_",
+    "on_sanity_",
+    "optimizer_",
+    "lr_scheduler_",
+    "on_save_",
+)
+
+
+def _has_hooks(cls: type, base: type) -> bool:
+    """Return True if a class overrides a hook of ``base``."""
+    return any(
+        getattr(cls, name) is not getattr(base, name, None)
+        for name in dir(cls)
+        if name.startswith(_HOOKS)
+    )
