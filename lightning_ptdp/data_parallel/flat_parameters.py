@@ -219,8 +219,8 @@ class FlatParameters:
         for managed, view in self._views() if self.state is ParameterState.WHOLE else ():
             elements = elements_of(managed.parameter)
             if elements.data_ptr() != view.data_ptr():
-                view.copy_(elements)
                 set_elements(managed.parameter, view)
+                elements_of(managed.parameter).copy_(elements)  # counts as a write
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Return the ranges of a flat tensor that belong to the parameters, in their shapes."""

@@ -22,7 +22,7 @@ the forward.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -67,6 +67,7 @@ class OptimizerParameters:
         self._flat: list[FlatParameters] = []
         self._flat_of: dict[nn.Parameter, FlatParameters] = {}
         self._late: list[StepPart] = []
+        self._versions: dict[ManagedParameter, int] = {}
         self._deferred: DeferredStep | None = None
         for managed in gradients.parameters:
             values = managed.parameter.detach()
@@ -128,8 +129,7 @@ class OptimizerParameters:
         If they are shards, the parameters' own gradients are hidden, because these are sums over
         one replica only.
         """
-        for flat in self._flat:
-            flat.take_values()
+        self._take_values()
         for managed in self._gradients.parameters:
             stepped = managed.stepped
             gradient = managed.gradient
@@ -178,6 +178,7 @@ class OptimizerParameters:
             first = self._late.pop(0)
             try:
                 first.finish()
+                self._versions |= {m: m.parameter._version for m in first.members}
             except BaseException:
                 for lost in (first, *self._late):
                     if lost.flat is None or not lost.flat.frees:
@@ -205,21 +206,41 @@ class OptimizerParameters:
             if parameters is None or flat in chosen:
                 flat.wait()
 
-    def reload(self) -> None:
-        """Update the masters from parameters that were changed outside of the optimizer.
+    @torch.no_grad()
+    def _take_values(self) -> None:
+        """Take the values that the user's code has given to parameters since the last step."""
+        for flat in self._flat:
+            flat.take_values()
+        for part in self._parts:
+            for managed in part.members if part.flat is None else ():
+                values, rounded = managed.parameter.detach(), managed.rounded
+                if rounded is not None and values.data_ptr() != rounded.data_ptr():
+                    managed.parameter.data = rounded
+                    managed.parameter.copy_(values)  # counts as a write
+        # A deferred step is followed by no hook of the user's, and its masters are on another device.
+        self._reload(
+            managed
+            for managed in self._gradients.parameters
+            if self._deferred is None or managed.parameter._version != self._versions.get(managed)
+        )
+        if self._whole is not None:
+            self._whole.take_values()
 
-        These are the elements that differ from the rounded masters.
-        """
-        with torch.no_grad():
-            for managed in self._gradients.parameters:
-                rounded = managed.rounded
-                stepped = managed.stepped
-                if rounded is not None and stepped is not None and not self._is_whole(managed):
-                    values = rounded.to(stepped.device)
-                    unchanged = stepped.to(values.dtype) == values
-                    stepped.copy_(torch.where(unchanged, stepped, values.to(stepped.dtype)))
-            if self._whole is not None:
-                self._whole.reload()
+    def reload(self) -> None:
+        """Update the masters from parameters that were changed by other code."""
+        self._reload(self._gradients.parameters)
+        if self._whole is not None:
+            self._whole.reload()
+
+    @torch.no_grad()
+    def _reload(self, parameters: Iterable[ManagedParameter]) -> None:
+        """Update masters where elements differ from the rounded masters."""
+        for managed in parameters:
+            rounded, stepped = managed.rounded, managed.stepped
+            if rounded is not None and stepped is not None and not self._is_whole(managed):
+                values = rounded.to(stepped.device)
+                unchanged = stepped.to(values.dtype) == values
+                stepped.copy_(torch.where(unchanged, stepped, values.to(stepped.dtype)))
 
     def close(self) -> None:
         """Release the buckets; saving the optimizer needs the stepped tensors further on."""

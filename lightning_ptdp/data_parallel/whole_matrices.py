@@ -42,6 +42,10 @@ class WholeMatrices:
         for managed, whole in zip(parameters, self._gathered(parameters, stepped), strict=True):
             placement = _whole_placement(managed, first=group.rank == 0)
             managed.step_on(nn.Parameter(whole), placement, rounded=managed.rounded)
+        self._versions = self._present_versions()
+
+    def _present_versions(self) -> list[int]:
+        return [managed.parameter._version for managed in self._numbers]
 
     def __contains__(self, managed: ManagedParameter) -> bool:
         """Return True if this object replaces the tensor of ``managed``."""
@@ -67,6 +71,12 @@ class WholeMatrices:
         for managed, values in self._values.items():
             assert managed.stepped is not None
             values.copy_(slice_full(managed.stepped, managed.placement))
+        self._versions = self._present_versions()
+
+    def take_values(self) -> None:
+        """Take what the user's step, which is that of all ranks, has written since ``publish``."""
+        if self._versions != self._present_versions():
+            self.reload()
 
     def reload(self) -> None:
         """Update the whole parameters where this rank's parts were changed outside; collective."""

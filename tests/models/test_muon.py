@@ -9,7 +9,7 @@ from torch import nn
 from lightning_ptdp.models import AdamWConfig, MuonWithAdamW
 from lightning_ptdp.models.optimizer_setup import build_muon
 from tests.letters import SP, C, D, E, M, P, S, T, V, Z
-from tests.tiny_gpt import Run
+from tests.tiny_gpt import LitTiny, Run
 
 pytestmark = pytest.mark.thorough
 
@@ -88,6 +88,29 @@ def test_each_matrix_has_one_owner(level, parity):
 def test_experts_are_left_to_adamw(level, parity):
     run = Run(muon=True, llama=True, experts=4)
     parity.check(run, (4, {E: 2, M: 2, Z: level}))
+
+
+class LitClips(LitTiny):
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            for module in self.model.modules():
+                for parameter in module.parameters(recurse=False):
+                    parameter.clamp_(-0.03, 0.03)
+        return super().training_step(batch, batch_idx)
+
+
+class ClippedRun(Run):
+    """A training whose steps write to the weights."""
+
+    always_clips = False
+
+    def make_module(self):
+        return LitClips(self)
+
+
+@pytest.mark.parametrize("name", ["t2", "t2d2 sharded", "d2 sharded parameters"])
+def test_optimizer_continues_from_written_matrices(name, parity):
+    parity.check(ClippedRun(muon=True), PLACES[name])
 
 
 def test_steps_equal_those_of_torch():
