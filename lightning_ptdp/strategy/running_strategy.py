@@ -25,7 +25,7 @@ from lightning_ptdp.shims.lightning import (
     set_last_validation,
     validation_times,
 )
-from lightning_ptdp.strategy.forward_contexts import ParameterGuard
+from lightning_ptdp.strategy.parameter_guard import ParameterGuard
 from lightning_ptdp.strategy.stopping import Interruption, StopRequest
 from lightning_ptdp.world.mesh import ProcessMesh
 
@@ -155,18 +155,17 @@ class RunningStrategy(StrategyBase):
             self._answers_for_rank_zero = (
                 0 in pipeline.ranks and pipeline.rank == layout.last_stage_rank
             )
-        self._guard_parameters(hook)
+        guard = (
+            contextlib.nullcontext()
+            if self._guard is None
+            else self._guard.during(hook, watches=self.config.compile == "none")
+        )
         try:
-            with context():
+            with guard, context():
                 yield
         finally:
             self._running_step = None
             self._answers_for_rank_zero = False
-            self._guard_parameters(None)
-
-    def _guard_parameters(self, hook: str | None) -> None:
-        if self._guard is not None:
-            self._guard.hook = hook
 
     def _alone(self, name: str) -> bool:
         """Return True if the other ranks will not join a collective.

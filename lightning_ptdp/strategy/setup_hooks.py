@@ -35,8 +35,9 @@ from lightning_ptdp.strategy.checks import (
     warn_of_balance_losses,
     warn_of_batch_norm,
 )
-from lightning_ptdp.strategy.forward_contexts import ParameterGuard, make_surroundings
+from lightning_ptdp.strategy.forward_contexts import make_surroundings
 from lightning_ptdp.strategy.optimizers import settle_groups
+from lightning_ptdp.strategy.parameter_guard import ParameterGuard
 from lightning_ptdp.strategy.precision import convert, prepare_loss_scaling
 from lightning_ptdp.strategy.restoring import load_initial_weights, needs_initial_values
 from lightning_ptdp.strategy.steps import StepHooks

@@ -7,7 +7,9 @@ from torch.optim.swa_utils import AveragedModel
 from lightning_ptdp.tensor_parallel import ParallelPlan
 from tests.conformance.blocks import LAYOUTS, P2, PLAN, LitBlocks, batches, run_refused
 from tests.conformance.toys import ONE, Place, assert_weights, make_trainer, weights
+from tests.letters import SP, T
 from tests.pool import WorkerFailure
+from tests.tiny_gpt import LitTiny, Run
 
 pytestmark = pytest.mark.thorough
 
@@ -30,6 +32,34 @@ class LitLogsNorm(LitBlocks):
         )
 
 
+class LitModulesPenalty(LitBlocks):
+    def training_step(self, batch, batch_idx):
+        layers = [m for m in self.h.modules() if isinstance(m, torch.nn.Linear)]
+        return self.loss(batch) + 1e-3 * self.penalty(layers)
+
+    def penalty(self, layers):
+        return sum(layer.weight.abs().sum() for layer in layers)
+
+
+class LitDirectPenalty(LitBlocks):
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch) + 1e-3 * self.h[1].up.weight.square().sum()
+
+
+class LitHeadByHand(LitBlocks):
+    def training_step(self, batch, batch_idx):
+        logits = self.norm(self.wte(batch[:, :-1])) @ self.head.weight.T
+        return logits.logsumexp(-1).mean()
+
+
+class LitInForward(LitBlocks):
+    def forward(self, batch):
+        return self.loss(batch) + 1e-3 * self.h[1].down.weight.square().sum()
+
+    def training_step(self, batch, batch_idx):
+        return self(batch)
+
+
 def run(rank, place, kind):
     trainer = make_trainer(place, use_distributed_sampler=False, max_epochs=1)
     trainer.fit(kind(), batches(place, rank), batches(place, rank))
@@ -39,17 +69,59 @@ def run(rank, place, kind):
     ("kind", "layout", "call"),
     [
         (LitPenalty, "p2", "training_step loops over self.parameters()"),
-        (LitPenalty, "t2", "training_step loops over self.parameters()"),
+        (LitPenalty, "t2", "training_step computes a number (sum) from 'wte.weight'"),
         (LitBlocksPenalty, "p2v2", "training_step loops over self.h.parameters()"),
-        (LitLogsNorm, "t2", "validation_step loops over self.parameters()"),
+        (LitLogsNorm, "t2", "validation_step computes a number (norm) from 'wte.weight'"),
+        (LitLogsNorm, "p2", "validation_step loops over self.parameters()"),
+        (LitModulesPenalty, "p2", "training_step loops over self.h.modules()"),
+        (LitModulesPenalty, "t2", "training_step loops over self.h.modules()"),
+        (LitDirectPenalty, "t2", "training_step computes a number (sum) from 'h.1.up.weight'"),
+        (LitInForward, "t2", "training_step computes a number (sum) from 'h.1.down.weight'"),
+        (LitHeadByHand, "t2", "training_step computes a number (mean) from 'wte.weight'"),
     ],
 )
-def test_loop_over_parameters_in_step_is_refused(kind, layout, call, conformance):
+def test_number_from_part_of_model_in_step_is_refused(kind, layout, call, conformance):
     place = LAYOUTS[layout]
     # in a pipeline, stages before the last one leave the step before the loop
     with pytest.raises(WorkerFailure) as error:
         conformance.ranks(run, place, kind)
-    assert f"PartialModelError: {call}, but this rank has only a part of them" in str(error.value)
+    assert f"PartialModelError: {call}, but this rank has only a part of" in str(error.value)
+
+
+class LitNormPenalty(LitTiny):
+    def training_step(self, batch, batch_idx):
+        output = super().training_step(batch, batch_idx)
+        return {**output, "loss": output["loss"] + self.model.norm.weight.square().sum()}
+
+
+class NormPenalty(Run):
+    def make_module(self):
+        return LitNormPenalty(self)
+
+
+def test_number_whose_gradient_would_count_twice_is_refused(parity):
+    parity.check(NormPenalty(), (2, {T: 2}))
+    with pytest.raises(WorkerFailure, match="but its gradient is summed over tensor ranks"):
+        parity.ranks(NormPenalty().on((2, {T: 2, SP: True})))
+
+
+class LitHarmlessLoops(LitBlocks):
+    """Loops that compute nothing from parameters."""
+
+    def training_step(self, batch, batch_idx):
+        for module in self.modules():
+            module.progress = batch_idx
+        return self.loss(batch)
+
+    def on_train_batch_start(self, *_):
+        assert all(p.isfinite().all() for p in self.parameters())
+
+
+@pytest.mark.parametrize("layout", ["t2", "p2"])
+def test_loops_that_compute_nothing_are_allowed(layout, conformance):
+    (expected,) = conformance.expected(train, ONE, LitBlocks)
+    for found in conformance.ranks(train, LAYOUTS[layout], LitHarmlessLoops):
+        assert_weights(found, expected)
 
 
 class LitRemedy(LitBlocks):

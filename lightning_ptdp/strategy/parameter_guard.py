@@ -1,0 +1,196 @@
+"""Guard against numbers that a user's step computes from a part of the parameters.
+
+A sum over ``self.parameters()`` in ``training_step`` would be the sum of one pipeline stage, or of
+parts of matrices. While a step runs, these are refused:
+
+- a loop over parameters, when it reaches the end of the local ones. ``next(self.parameters()).device``
+  is allowed;
+- a loop over modules, if the code around it names an attribute such as ``weight``;
+- in the first step of a kind, a number computed from a matrix of which the rank has a part.
+
+Whatever runs inside the forward of a module is allowed: a layer computes with its part. So is any
+loop outside of the steps, where optimizers and Lightning need the local parameters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import CodeType, MethodType
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_ptdp.base.function_replacement import PartialModelError, PartialValues
+from lightning_ptdp.parameters.managed_parameter import ManagedParameters
+from lightning_ptdp.pipeline.placeholders import Placeholder
+
+_LIBRARIES = ("lightning", "pytorch_lightning", "lightning_ptdp", "torchmetrics", "transformers")
+
+
+_INSIDE = ("_call_impl", "_named_members")
+"""Functions of torch around a forward and a loop over parameters."""
+
+
+class ParameterGuard:
+    """Guard of the modules of which this rank holds a part.
+
+    Args:
+        module: The LightningModule, cut.
+        parameters: Its parameters.
+        options: Options that divide it, for the message.
+
+    Attributes:
+        hook: The user's step that runs, if any.
+        module: The LightningModule.
+        attributes: Names under which modules have parameters, such as "weight".
+    """
+
+    def __init__(self, module: nn.Module, parameters: ManagedParameters, options: str) -> None:
+        self.hook: str | None = None
+        self.module = module
+        self._options = options
+        self._seen: set[str] = set()
+        names = {p: managed.name for p, managed in parameters.items()}
+        self.attributes = {name.rpartition(".")[2] for name in names.values()}
+        split = {p for p, managed in parameters.items() if not managed.placement.is_whole}
+        self._faults: dict[Tensor, str] = {
+            p: f"'{name}', but this rank has only a part of it"
+            if p in split
+            else f"'{name}', but its gradient is summed over tensor ranks that all compute it"
+            for p, name in names.items()
+            if p in split or "tensor" in parameters[p].placement.partial
+        }
+        for name, child in module.named_modules():
+            has_placeholder = any(isinstance(part, Placeholder) for part in child.modules())
+            if has_placeholder or any(parameter in split for parameter in child.parameters()):
+                # torch's compiler requires methods.
+                for guarded in (_named_parameters, _named_modules):
+                    method = MethodType(_Guarded(guarded, name, self), child)
+                    vars(child)[guarded.__name__[1:]] = method
+
+    def __deepcopy__(self, memo: object) -> ParameterGuard:
+        """Return itself, because a copy made during a step would stay in that step."""
+        return self
+
+    @contextlib.contextmanager
+    def during(self, hook: str, *, watches: bool) -> Iterator[None]:
+        """Guard a call of a step; with ``watches``, also the numbers of its first call.
+
+        Raises:
+            PartialModelError: As the module says.
+        """
+        first = hook not in self._seen
+        self._seen.add(hook)
+        self.hook = hook
+        try:
+            with _StepValues(self, self._faults) if watches and first else contextlib.nullcontext():
+                yield
+        finally:
+            self.hook = None
+
+    def refusal(self, fault: str) -> PartialModelError:
+        """Return the error of a step with this fault."""
+        return PartialModelError(
+            f"{self.hook} {fault} ({self._options}), so a penalty or a norm would be wrong. Use the "
+            "optimizer's weight_decay, change the gradients of optimizer.param_groups in "
+            "on_before_optimizer_step (p.grad.add_(p.detach(), alpha=...)), or use "
+            "tensor_parallel_size=1 and pipeline_parallel_size=1"
+        )
+
+    def users_code(self) -> set[str]:
+        """Return the names that the user's code mentions, from the calling line to the step.
+
+        There are none if the calling line is a library's, or if the forward of a module runs.
+        """
+        names: set[str] = set()
+        first = True
+        frame = inspect.currentframe() if self.hook is not None else None
+        while frame is not None:
+            package = str(frame.f_globals.get("__name__")).partition(".")[0]
+            code = frame.f_code
+            if code.co_name in _INSIDE and frame.f_locals.get("self") is not self.module:
+                return set()
+            if (
+                package != "torch"
+                and code.co_name != "__torch_function__"
+                and code.co_filename != __file__
+            ):
+                if first and package in _LIBRARIES:
+                    return set()
+                first = False
+                names |= _names_in(code)
+                owners = vars(type(self.module)), frame.f_globals
+                called = [owner[name] for name in names for owner in owners if name in owner]
+                names |= set().union(
+                    *(_names_in(c.__code__) for c in called if inspect.isfunction(c))
+                )
+                if code.co_name == self.hook:
+                    return names
+            frame = frame.f_back
+        return set()
+
+
+def _names_in(code: CodeType) -> set[str]:
+    inner = (_names_in(one) for one in code.co_consts if isinstance(one, CodeType))
+    return {code.co_name, *code.co_names}.union(*inner)
+
+
+@dataclass(frozen=True, eq=False)
+class _Guarded:
+    """Replacement of a method of a module."""
+
+    method: Callable[..., Iterator[Any]]
+    name: str
+    guard: ParameterGuard
+
+    @property
+    def __name__(self) -> str:  # pickle finds the method by it
+        return self.method.__name__[1:]
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        return self.method(self, module, *args, **kwargs)
+
+    def refusal(self, loop: str) -> PartialModelError:
+        call = ".".join(filter(None, ["self", self.name, loop]))
+        return self.guard.refusal(f"loops over {call}, but this rank has only a part of them")
+
+
+def _named_parameters(
+    guarded: _Guarded, module: nn.Module, *args: Any, **kwargs: Any
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield as ``named_parameters`` does, which ``parameters`` calls too."""
+    yield from type(module).named_parameters(module, *args, **kwargs)
+    if guarded.guard.hook is not None and kwargs.get("recurse", True):
+        raise guarded.refusal("parameters()")
+
+
+def _named_modules(
+    guarded: _Guarded, module: nn.Module, memo: Any = None, *args: Any, **kwargs: Any
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield as ``named_modules`` does, which ``modules`` calls too."""
+    yield from type(module).named_modules(module, memo, *args, **kwargs)
+    # With a memo, the loop is over the modules of a module around this one.
+    if memo is None and guarded.guard.users_code() & guarded.guard.attributes:
+        raise guarded.refusal("modules()")
+
+
+class _StepValues(PartialValues):
+    """Mode that refuses numbers from parameters outside of the modules' forwards.
+
+    ``faults`` maps these parameters to their names and what would be wrong.
+    """
+
+    def __init__(self, guard: ParameterGuard, faults: Mapping[Tensor, str]) -> None:
+        super().__init__(
+            lambda fault, function: guard.refusal(f"computes a number ({function}) from {fault}")
+        )
+        self._guard = guard
+        self._names.update(faults)
+
+    def _follow(self, func: Callable[..., Any], parts: list[Tensor], result: Tensor) -> Tensor:
+        if not self._guard.users_code():
+            return parts[0]
+        return super()._follow(func, parts, result)
