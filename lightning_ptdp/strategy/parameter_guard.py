@@ -8,6 +8,9 @@ parts of matrices. While a step runs, these are refused:
 - a loop over modules, if the code around it names an attribute such as ``weight``;
 - in the first step of a kind, a number computed from a matrix of which the rank has a part.
 
+In hooks outside of the steps, ``zip`` over parameters of a pipeline stage is refused, and a loop
+around numbers causes a warning.
+
 Whatever runs inside the forward of a module is allowed: a layer computes with its part. So is any
 loop outside of the steps, where optimizers and Lightning need the local parameters.
 """
@@ -16,9 +19,11 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import linecache
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from types import CodeType, MethodType
+from types import CodeType, FrameType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
@@ -34,6 +39,10 @@ _INSIDE = ("_call_impl", "_named_members")
 """Functions of torch around a forward and a loop over parameters."""
 
 
+_NUMBERS = {"norm", "vector_norm", "sum", "mean", "std", "var", "histogram", "histc"}
+"""Names of functions that compute a number from a tensor."""
+
+
 class ParameterGuard:
     """Guard of the modules of which this rank holds a part.
 
@@ -45,7 +54,6 @@ class ParameterGuard:
     Attributes:
         hook: The user's step that runs, if any.
         module: The LightningModule.
-        attributes: Names under which modules have parameters, such as "weight".
     """
 
     def __init__(self, module: nn.Module, parameters: ManagedParameters, options: str) -> None:
@@ -54,7 +62,7 @@ class ParameterGuard:
         self._options = options
         self._seen: set[str] = set()
         names = {p: managed.name for p, managed in parameters.items()}
-        self.attributes = {name.rpartition(".")[2] for name in names.values()}
+        self._attributes = {name.rpartition(".")[2] for name in names.values()}
         split = {p for p, managed in parameters.items() if not managed.placement.is_whole}
         self._faults: dict[Tensor, str] = {
             p: f"'{name}', but this rank has only a part of it"
@@ -68,7 +76,7 @@ class ParameterGuard:
             if has_placeholder or any(parameter in split for parameter in child.parameters()):
                 # torch's compiler requires methods.
                 for guarded in (_named_parameters, _named_modules):
-                    method = MethodType(_Guarded(guarded, name, self), child)
+                    method = MethodType(_Guarded(guarded, name, self, has_placeholder), child)
                     vars(child)[guarded.__name__[1:]] = method
 
     def __deepcopy__(self, memo: object) -> ParameterGuard:
@@ -100,51 +108,59 @@ class ParameterGuard:
             "tensor_parallel_size=1 and pipeline_parallel_size=1"
         )
 
-    def users_code(self) -> set[str]:
-        """Return the names that the user's code mentions, from the calling line to the step.
+    def users_frames(self) -> list[FrameType]:
+        """Return the frames of the user's code, from the calling line to the step or hook.
 
         There are none if the calling line is a library's, or if the forward of a module runs.
         """
-        names: set[str] = set()
-        first = True
-        frame = inspect.currentframe() if self.hook is not None else None
+        found: list[FrameType] = []
+        frame = inspect.currentframe()
         while frame is not None:
             package = str(frame.f_globals.get("__name__")).partition(".")[0]
-            code = frame.f_code
-            if code.co_name in _INSIDE and frame.f_locals.get("self") is not self.module:
-                return set()
-            if (
-                package != "torch"
-                and code.co_name != "__torch_function__"
-                and code.co_filename != __file__
-            ):
-                if first and package in _LIBRARIES:
-                    return set()
-                first = False
-                names |= _names_in(code)
-                owners = vars(type(self.module)), frame.f_globals
-                called = [owner[name] for name in names for owner in owners if name in owner]
-                names |= set().union(
-                    *(_names_in(c.__code__) for c in called if inspect.isfunction(c))
-                )
-                if code.co_name == self.hook:
-                    return names
+            function = frame.f_code.co_name
+            if function in _INSIDE and frame.f_locals.get("self") is not self.module:
+                return []
+            skipped = package == "torch" or function == "__torch_function__"
+            if not skipped and frame.f_code.co_filename != __file__:
+                if not found and package in _LIBRARIES:
+                    return []
+                found.append(frame)
+                if function.startswith("on_") if self.hook is None else function == self.hook:
+                    return found
             frame = frame.f_back
-        return set()
+        return []
+
+    def mentions_parameters(self) -> bool:
+        """Return True if the user's code names an attribute such as ``weight``."""
+        names: set[str] = set()
+        for frame in self.users_frames():
+            names |= _names_in(frame.f_code)
+            owners = vars(type(self.module)), frame.f_globals
+            called = [owner[name] for name in names for owner in owners if name in owner]
+            names |= set().union(*(_names_in(c.__code__) for c in called if inspect.isfunction(c)))
+        return not self._attributes.isdisjoint(names)
 
 
 def _names_in(code: CodeType) -> set[str]:
     inner = (_names_in(one) for one in code.co_consts if isinstance(one, CodeType))
-    return {code.co_name, *code.co_names}.union(*inner)
+    return set(code.co_names).union(*inner)
 
 
 @dataclass(frozen=True, eq=False)
 class _Guarded:
-    """Replacement of a method of a module."""
+    """Replacement of a method of a module.
+
+    Attributes:
+        method: The new method.
+        name: Name of the module.
+        guard: The guard.
+        is_cut: Whether parts of the module are on other pipeline stages.
+    """
 
     method: Callable[..., Iterator[Any]]
     name: str
     guard: ParameterGuard
+    is_cut: bool
 
     @property
     def __name__(self) -> str:  # pickle finds the method by it
@@ -153,17 +169,36 @@ class _Guarded:
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Iterator[Any]:
         return self.method(self, module, *args, **kwargs)
 
-    def refusal(self, loop: str) -> PartialModelError:
-        call = ".".join(filter(None, ["self", self.name, loop]))
-        return self.guard.refusal(f"loops over {call}, but this rank has only a part of them")
+    def loop(self, method: str) -> str:
+        return ".".join(filter(None, ["self", self.name, method]))
+
+    def refusal(self, method: str) -> PartialModelError:
+        return self.guard.refusal(
+            f"loops over {self.loop(method)}, but this rank has only a part of them"
+        )
 
 
 def _named_parameters(
     guarded: _Guarded, module: nn.Module, *args: Any, **kwargs: Any
 ) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield as ``named_parameters`` does, which ``parameters`` calls too."""
+    guard = guarded.guard
+    frames = guard.users_frames() if guard.hook is None else []
+    if frames and _NUMBERS & set().union(*(_names_in(frame.f_code) for frame in frames)):
+        warnings.warn(
+            f"{frames[-1].f_code.co_name} loops over {guarded.loop('parameters()')}, but this rank "
+            "has only a part of them, so a norm or a sum is that of the part. "
+            "trainer.strategy.gather_state_dict() returns all of them, if all ranks call it",
+            stacklevel=2,
+        )
+    line = linecache.getline(frames[0].f_code.co_filename, frames[0].f_lineno) if frames else ""
+    if guarded.is_cut and "zip(" in line:
+        raise PartialModelError(
+            f"a hook pairs {guarded.loop('parameters()')} with others, but this rank has only those "
+            "of its pipeline stage, which need not match. Use pipeline_parallel_size=1"
+        )
     yield from type(module).named_parameters(module, *args, **kwargs)
-    if guarded.guard.hook is not None and kwargs.get("recurse", True):
+    if guard.hook is not None and kwargs.get("recurse", True):
         raise guarded.refusal("parameters()")
 
 
@@ -173,7 +208,8 @@ def _named_modules(
     """Yield as ``named_modules`` does, which ``modules`` calls too."""
     yield from type(module).named_modules(module, memo, *args, **kwargs)
     # With a memo, the loop is over the modules of a module around this one.
-    if memo is None and guarded.guard.users_code() & guarded.guard.attributes:
+    guard = guarded.guard
+    if memo is None and guard.hook is not None and guard.mentions_parameters():
         raise guarded.refusal("modules()")
 
 
@@ -191,6 +227,6 @@ class _StepValues(PartialValues):
         self._names.update(faults)
 
     def _follow(self, func: Callable[..., Any], parts: list[Tensor], result: Tensor) -> Tensor:
-        if not self._guard.users_code():
+        if not self._guard.users_frames():
             return parts[0]
         return super()._follow(func, parts, result)

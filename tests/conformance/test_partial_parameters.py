@@ -1,5 +1,8 @@
 """Uses of parameters that a rank lacks are refused in steps, averages and gradient hooks."""
 
+import copy
+import warnings
+
 import pytest
 import torch
 from torch.optim.swa_utils import AveragedModel
@@ -7,7 +10,7 @@ from torch.optim.swa_utils import AveragedModel
 from lightning_ptdp.tensor_parallel import ParallelPlan
 from tests.conformance.blocks import LAYOUTS, P2, PLAN, LitBlocks, batches, run_refused
 from tests.conformance.toys import ONE, Place, assert_weights, make_trainer, weights
-from tests.letters import SP, T
+from tests.letters import SP, T, Z
 from tests.pool import WorkerFailure
 from tests.tiny_gpt import LitTiny, Run
 
@@ -208,3 +211,46 @@ def test_gradient_hook_of_split_parameter_is_refused():
         ValueError, match=r"'h\.2\.up\.weight' has a hook on its gradient .*tensor_parallel_size=1"
     ):
         make_trainer(LAYOUTS["t2"]).strategy.check(LitHookedBlock())
+
+
+class LitMonitor(LitBlocks):
+    def on_train_batch_end(self, *_):
+        self.size = sum(p.square().sum() for p in self.parameters())
+
+
+@pytest.mark.parametrize("layout", ["p2", "t2"])
+def test_number_in_hook_causes_warning(layout, conformance):
+    for found in conformance.ranks(warnings_of, LAYOUTS[layout]):
+        assert found == ["on_train_batch_end loops over self.parameters()"]
+
+
+def warnings_of(rank, place):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        run(rank, place, LitMonitor)
+    texts = [str(one.message) for one in caught if "is that of the part" in str(one.message)]
+    return [text.partition(",")[0] for text in texts]
+
+
+class LitTeacher(LitBlocks):
+    """Keeps an average of its blocks by hand."""
+
+    def __init__(self):
+        super().__init__()
+        self.teacher = copy.deepcopy(self.h).requires_grad_(False)
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *_):
+        for slow, fast in zip(self.teacher.parameters(), self.h.parameters(), strict=False):
+            slow.lerp_(fast, 0.5)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD((p for p in self.parameters() if p.requires_grad), lr=0.1)
+
+
+def test_pairs_of_parameters_of_stage_are_refused(conformance):
+    with pytest.raises(WorkerFailure, match=r"a hook pairs self\.h\.parameters\(\) with others"):
+        conformance.ranks(run, LAYOUTS["p2"], LitTeacher)
+    (expected,) = conformance.expected(train, ONE, LitTeacher)
+    for found in conformance.ranks(train, Place(world_size=2, layout={Z: "optimizer"}), LitTeacher):
+        assert found.keys() == expected.keys()
