@@ -45,7 +45,7 @@ class AbsentParameter(nn.Parameter):
             return super().__torch_function__(func, types, args, kwargs)
         parameter = args[0] if args and isinstance(args[0], AbsentParameter) else None
         if parameter is not None and func in _CONVERSIONS and not parameter._ptdp_access(None):
-            if func in _ADDRESSES:
+            if func == _Asks.data_ptr:
                 return super().__torch_function__(func, types, args, kwargs)
             # by ``Module.to`` and ``state_dict``: what this rank holds is already on its device
             if func in _MOVES and not _DTYPES & {*args[1:], *kwargs.values()} - {parameter.dtype}:
@@ -82,7 +82,7 @@ class AbsentValue(Tensor):
         Raises:
             PartialModelError: Another function needs the values.
         """
-        if func in _METADATA or func in _COPIES or func in _ADDRESSES:
+        if func in _METADATA or func in _COPIES or func == _Asks.data_ptr:
             return super().__torch_function__(func, types, args, kwargs or {})
         name = _name_of(func)
         for tensor in iterate_tensors((args, kwargs or {})):
@@ -127,8 +127,7 @@ _DTYPES = frozenset(value for value in vars(torch).values() if isinstance(value,
 _SETS_DATA = _Asks.data.__set__
 _MOVES = frozenset([_Asks.to, _Asks.cpu, _Asks.cuda])
 _COPIES = frozenset([_Asks.detach, _Asks.view_as, _Asks.data.__get__])
-_ADDRESSES = frozenset([_Asks.data_ptr, _Asks.untyped_storage])  # for kernels, or to compare
-_CONVERSIONS = _MOVES | _COPIES | _ADDRESSES | {_SETS_DATA}
+_CONVERSIONS = _MOVES | _COPIES | {_SETS_DATA, _Asks.data_ptr}  # the address is that for a kernel
 _METADATA: frozenset[Callable[..., Any]] = frozenset(
     [
         getattr(attribute, accessor)
@@ -139,7 +138,7 @@ _METADATA: frozenset[Callable[..., Any]] = frozenset(
     + [
         *(_Asks.size, _Asks.dim, _Asks.numel, _Asks.nelement, _Asks.element_size, _Asks.__len__),
         *(_Asks.is_floating_point, _Asks.is_complex, _Asks.is_inference, _Asks.is_pinned),
-        *(_Asks.is_conj, _Asks.is_neg, _Asks.is_shared, _Asks.get_device),
+        *(_Asks.is_conj, _Asks.is_neg, _Asks.is_shared, _Asks.get_device, _Asks.untyped_storage),
         *(_Asks.stride, _Asks.storage_offset, _Asks.is_contiguous),
         *(_Asks.requires_grad_, _Asks.register_hook, _Asks.register_post_accumulate_grad_hook),
         *(_Asks.new_zeros, _Asks.new_empty, _Asks.new_full, _Asks.new_tensor, _Asks.new_ones),
