@@ -64,6 +64,14 @@ class LitNoContainer(LitNet):
         self.net = nn.Linear(8, 1)
 
 
+class LitScripted(LitNet):
+    """Module with a traced layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.net[0] = torch.jit.trace(self.net[0], torch.zeros(1, self.net[0].in_features))
+
+
 class LitWrapped(LitLate):
     """Module that is compiled as a whole."""
 
@@ -266,6 +274,13 @@ CASES = {
         LitWrapped,
         8,
         ["net is wrapped by torch.compile()", "compile='blocks'"],
+    ),
+    "scripted": (
+        2,
+        {P: 2},
+        LitScripted,
+        8,
+        ["net.0 is a module of torch.jit", "t1 p2 d1", "was scripted or traced"],
     ),
     "hook": (
         2,

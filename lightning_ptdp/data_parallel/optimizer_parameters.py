@@ -373,6 +373,8 @@ def _called(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
         if isinstance(child, nn.ModuleList | nn.Sequential | nn.ModuleDict):
             yield from child.children()
+        elif isinstance(child, torch.jit.ScriptModule):
+            yield child
         elif next(child.children(), None) is None:
             if type(child).__module__.partition(".")[0] not in ("torch", "lightning_ptdp"):
                 yield child

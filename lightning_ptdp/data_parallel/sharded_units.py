@@ -9,6 +9,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_ptdp.blocks.local_blocks import local_blocks
@@ -60,8 +61,15 @@ def make_units(
     """Yield the units of a rank, those of blocks in forward order.
 
     A parameter that several blocks use belongs to none. Parameters stay whole that no other rank
-    shares, and those of classes with a meaning of their own.
+    shares, those of classes with a meaning of their own, and those of modules of torch.jit, which
+    read them without Python.
     """
+    scripted = {
+        parameter
+        for child in module.modules()
+        if isinstance(child, torch.jit.ScriptModule)
+        for parameter in child.parameters()
+    }
     try:
         local = [block.module for block in local_blocks(module, blocks)]
     except ValueError:  # nothing is repeated
@@ -76,7 +84,8 @@ def make_units(
     for managed in sorted(parameters.values(), key=lambda managed: managed.order):
         using = [*users.get(managed.parameter, ())]
         user = using[0] if len(using) == 1 else None
-        if reductions[managed.placement.data_axes].scatter and _is_plain(managed.parameter):
+        is_shared = managed.parameter not in scripted and _is_plain(managed.parameter)
+        if reductions[managed.placement.data_axes].scatter and is_shared:
             key = (user, None) if user is not None else (None, managed.chunk)
             members.setdefault(key, []).append(managed)
     before: Unit | None = None

@@ -70,7 +70,7 @@ def seen_through(
     inner = (
         [(key, "") for key in (base, *copies_of(module))]
         if base is not None
-        else [(key, key) for key in module._modules]
+        else [(key, key) for key, _ in module._modules.items()]  # torch.jit has no iterator
     )
     for key, plain_key in inner:
         child = module.get_submodule(key) if base is not None else module._modules[key]

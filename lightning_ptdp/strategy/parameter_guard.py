@@ -8,11 +8,11 @@ parts of matrices. While a step runs, these are refused:
 - a loop over modules, if the code around it names an attribute such as ``weight``;
 - in the first step of a kind, a number computed from a matrix of which the rank has a part.
 
-In hooks outside of the steps, ``zip`` over parameters of a pipeline stage is refused, and a loop
-around numbers causes a warning.
+In other hooks, ``zip`` over parameters of a pipeline stage is refused, and a loop in code that
+computes norms or sums causes a warning.
 
-Whatever runs inside the forward of a module is allowed: a layer computes with its part. So is any
-loop outside of the steps, where optimizers and Lightning need the local parameters.
+Whatever runs inside the forward of a module is allowed: a layer computes with its part. So are loops
+of libraries, such as optimizers and Lightning, outside of the steps.
 """
 
 from __future__ import annotations
@@ -35,12 +35,8 @@ from lightning_ptdp.shims.lightning import is_compiled as is_compiled_module
 from lightning_ptdp.shims.torch import is_compiled
 
 _LIBRARIES = ("lightning", "pytorch_lightning", "lightning_ptdp", "torchmetrics", "transformers")
-
-
 _INSIDE = ("_call_impl", "_named_members")
 """Functions of torch around a forward and a loop over parameters."""
-
-
 _NUMBERS = {"norm", "vector_norm", "sum", "mean", "std", "var", "histogram", "histc"}
 """Names of functions that compute a number from a tensor."""
 
@@ -189,7 +185,8 @@ def _named_parameters(
 ) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield as ``named_parameters`` does, which ``parameters`` calls too."""
     guard = guarded.guard
-    frames = guard.users_frames() if guard.hook is None else []
+    recurses = kwargs.get("recurse", True)
+    frames = guard.users_frames() if guard.hook is None and recurses else []
     if frames and _NUMBERS & set().union(*(_names_in(frame.f_code) for frame in frames)):
         warnings.warn(
             f"{frames[-1].f_code.co_name} loops over {guarded.loop('parameters()')}, but this rank "
@@ -204,7 +201,7 @@ def _named_parameters(
             "of its pipeline stage, which need not match. Use pipeline_parallel_size=1"
         )
     yield from type(module).named_parameters(module, *args, **kwargs)
-    if guard.hook is not None and kwargs.get("recurse", True):
+    if guard.hook is not None and recurses:
         raise guarded.refusal("parameters()")
 
 

@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch.nn.functional import linear
 
 from lightning_ptdp.data_parallel import reduction
-from tests.conformance.toys import LitNet, Losses, Place, loader, make_trainer, weights
+from tests.conformance.toys import FEATURES, LitNet, Losses, Place, loader, make_trainer, weights
 
 
 class LateGather:
@@ -53,6 +53,18 @@ class HeadIsNotCalled(LitNet):
         for block in blocks:
             x = block(x)
         return (linear(x, head.weight, head.bias) - y).square().mean()
+
+
+class Scripted(LitNet):
+    """Has layers that read their weights without Python."""
+
+    def __init__(self):
+        super().__init__()
+        inner = torch.nn.Sequential(torch.nn.Linear(FEATURES, FEATURES), torch.nn.Tanh())
+        self.first = torch.jit.trace(inner, torch.zeros(1, FEATURES))
+
+    def loss(self, batch):
+        return super().loss((self.first(batch[0]), batch[1]))
 
 
 class Monitor(LitNet):
@@ -109,6 +121,8 @@ def fit(rank, place, module, late, averages):
         (PenaltyFirst, {"overlap_parameter_gather": False}, True, False),
         (AddressFirst, {}, True, False),
         (HeadIsNotCalled, {}, True, False),
+        (Scripted, {}, True, False),
+        (Scripted, {"shard": "parameters"}, False, False),
         (Monitor, {}, False, False),
         (Spare, {}, True, False),
         (OwnClass, {}, True, False),

@@ -31,8 +31,9 @@ def plan_for(module: nn.Module, prefix: str = "") -> ParallelPlan | None:
         None if the class is unknown. A subclass is known if it inherits the forward of a known
         class.
     """
+    forward = getattr(type(module), "forward", None)  # classes of torch.jit have none
     for kind in type(module).__mro__:
-        if type(module).forward is not vars(kind).get("forward"):
+        if forward is not vars(kind).get("forward"):
             continue
         if kind is nn.TransformerEncoder:
             return family_plan(TRANSFORMER_ENCODER, module, prefix)

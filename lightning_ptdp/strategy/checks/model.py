@@ -88,7 +88,7 @@ def check_model(
     if convert is not None:
         late = config.meta_init and whole is not module
         whole = converted_copy(whole, convert, config, late=late)
-    check_compiled(whole)
+    check_compiled(whole, layout)
     if config.meta_init:
         tensors = (*module.named_parameters(), *module.named_buffers())
         check_late(whole, built={name for name, tensor in tensors if not tensor.is_meta})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
@@ -156,8 +157,14 @@ def check_libraries(model: nn.Module) -> None:
     check_installed(*{type(module).__module__.partition(".")[0] for module in model.modules()})
 
 
-def check_compiled(model: nn.Module) -> None:
-    for name, _ in model.named_modules():
+def check_compiled(model: nn.Module, layout: ParallelLayout) -> None:
+    for name, child in model.named_modules():
+        if isinstance(child, torch.jit.ScriptModule) and layout.divides_model:
+            raise ValueError(
+                f"{name} is a module of torch.jit, which {layout.describe()} cannot divide among "
+                "ranks. Use the module that was scripted or traced, call it where the batch is "
+                "prepared, or use only data parallelism"
+            )
         if name.rpartition(".")[2] == "_orig_mod":
             raise ValueError(
                 f"{name.removesuffix('._orig_mod')} is wrapped by torch.compile(), which "
