@@ -195,9 +195,11 @@ class FlatParameters:
         self._pending = None
         if pending is None:
             return
-        pending.wait()
-        for managed, view in self._views():
-            show(managed.parameter, view if self.frees else None)
+        try:
+            pending.wait()
+        finally:  # after an error, nobody waits again
+            for managed, view in self._views():
+                show(managed.parameter, view if self.frees else None)
         self.state = self.state.to(ParameterState.WHOLE)
 
     @torch.no_grad()

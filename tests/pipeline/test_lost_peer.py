@@ -120,8 +120,8 @@ def _train_between(rank, parent, victim, hook, where):
 
 def _train_sharded(rank, parent, victim, where):
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
-    place = Place(world_size=2, layout={"shard": "optimizer", "timeout_s": 8.0})
-    make_trainer(place, default_root_dir=where, max_steps=1).fit(
+    options = {"shard": "optimizer", "timeout_s": 8.0, "overlap_parameter_gather": False}
+    make_trainer(Place(world_size=2, layout=options), default_root_dir=where, max_steps=1).fit(
         _LosesBetweenSteps(victim, "norm"), loader()
     )
 
