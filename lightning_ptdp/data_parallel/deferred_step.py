@@ -153,32 +153,31 @@ def reads_between_steps(trainer: Any, names: LightningNames) -> bool:
     """
     return _has_hooks(type(trainer.lightning_module), names.LightningModule) or any(
         isinstance(callback, (*names.WeightAveragingCallbacks, names.LambdaCallback))
-        or (
-            type(callback).__module__.split(".")[0] not in _HARMLESS
-            and _has_hooks(type(callback), names.Callback)
-        )
+        or _has_hooks(type(callback), names.Callback)
         for callback in trainer.callbacks
     )
 
 
 _HARMLESS = ("lightning", "pytorch_lightning", "lightning_ptdp")
-"""Packages whose callbacks read parameters only through the strategy, if at all."""
+"""Packages whose hooks read parameters only through the strategy, if at all."""
 _HOOKS = (
     "on_train_",
     "on_validation_",
-    "on_before_",
-    "on_after_",
+    "on_before_batch_",
+    "on_after_batch_",
     "on_sanity_",
     "optimizer_",
     "lr_scheduler_",
     "on_save_",
 )
+"""Beginnings of the names of hooks that may run after a step and before the end of a forward."""
 
 
 def _has_hooks(cls: type, base: type) -> bool:
-    """Return True if a class overrides a hook of ``base``."""
+    """Return True if a class overrides a hook of ``base`` with code of the user's."""
     return any(
-        getattr(cls, name) is not getattr(base, name, None)
+        (hook := getattr(cls, name)) is not getattr(base, name, None)
+        and getattr(hook, "__module__", "").partition(".")[0] not in _HARMLESS
         for name in dir(cls)
         if name.startswith(_HOOKS)
     )

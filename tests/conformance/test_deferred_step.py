@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import (
 from lightning_ptdp.checkpoint import read_full
 from lightning_ptdp.data_parallel import deferred_step, reads_between_steps
 from lightning_ptdp.data_parallel.deferred_step import DeferredStep, can_defer
+from lightning_ptdp.models import LitGPT
 from lightning_ptdp.shims.lightning import lightning_names
 from tests.conformance.toys import LitNet, Place, assert_weights, loader, make_trainer, weights
 from tests.letters import M, P, Z
@@ -238,6 +239,11 @@ class LooksItself(LitNet):
         """May read parameters."""
 
 
+class Clips(LitNet):
+    def on_before_optimizer_step(self, optimizer):
+        """Runs after the forward."""
+
+
 @pytest.mark.parametrize(
     ("module", "callback", "reads"),
     [
@@ -246,10 +252,12 @@ class LooksItself(LitNet):
         (LitNet, LambdaCallback(on_train_batch_end=print), True),
         (LitNet, EMAWeightAveraging(), True),
         (LooksItself, LearningRateMonitor(), True),
+        (Clips, LearningRateMonitor(), False),
+        (LitGPT, LearningRateMonitor(), False),
     ],
 )
 def test_hooks_and_callbacks_may_read_parameters(module, callback, reads):
     trainer = make_trainer(Place(), callbacks=[callback])
-    trainer.strategy.connect(module())
+    trainer.strategy.connect(module.__new__(module))
     assert isinstance(trainer, L.Trainer)
     assert reads_between_steps(trainer, lightning_names("lightning.pytorch")) is reads

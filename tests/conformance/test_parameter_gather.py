@@ -129,7 +129,7 @@ def fit(rank, place, module, late, averages):
         (LitNet, {}, True, True),
         (
             PenaltyFirst,
-            {"compile": "blocks", "compile_options": {"backend": "aot_eager"}},
+            {"compile": "blocks", "compile_options": {"backend": "eager"}},
             True,
             False,
         ),
