@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lightning_ptdp.data_parallel import reduction
+from lightning_ptdp.data_parallel.deferred_step import DeferredStep
 from lightning_ptdp.models import AdamWConfig, GPTConfig, LitGPT
 from lightning_ptdp.planner.memory import rank_memory
 from lightning_ptdp.strategy import PTDPStrategy, setup_hooks
@@ -107,7 +108,7 @@ class _Devices(L.Callback):
         self.module |= {parameter.device.type for parameter in module.parameters()}
 
 
-def _fit_on_fake_gpu(rank, size, options, precision):
+def _fit_on_fake_gpu(rank, size, options, precision, watches=True):
     torch.manual_seed(0)
     config = GPTConfig.gpt2(
         vocabulary_size=32, sequence_length=8, num_layers=2, hidden_size=16, num_heads=4
@@ -130,7 +131,7 @@ def _fit_on_fake_gpu(rank, size, options, precision):
         mock.patch.object(torch, "empty", empty),
     ):
         trainer = L.Trainer(
-            strategy=PTDPStrategy(process_group_backend="gloo", **OFFLOAD, **options),
+            strategy=(strategy := PTDPStrategy(process_group_backend="gloo", **OFFLOAD, **options)),
             accelerator="gpu",
             devices=size,
             max_epochs=1,
@@ -140,14 +141,19 @@ def _fit_on_fake_gpu(rank, size, options, precision):
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
-            callbacks=[devices],
+            callbacks=[devices] if watches else [],
         )
-        with checks_of_rank_0(rank):
+        steps = mock.patch.object(
+            DeferredStep, "start", autospec=True, side_effect=DeferredStep.start
+        )
+        with checks_of_rank_0(rank), steps as deferred:
             trainer.fit(
                 LitGPT(config, AdamWConfig(learning_rate=1e-3)),
                 torch.utils.data.DataLoader(rows, batch_size=4),
             )
         return {
+            "deferred": deferred.call_count,
+            "weights": strategy.gather_state_dict(),
             "optimizer": devices.optimizer,
             "module": devices.module,
             "locked": any(locked),
@@ -162,6 +168,24 @@ def test_states_of_gpu_are_on_host(options, precision, pool):
         assert found["optimizer"] == {"cpu"}
         assert found["module"] == {"cuda"}
         assert found["locked"]
+
+
+@pytest.mark.parametrize("options", [{}, {Z: "optimizer"}, {Z: "parameters"}], ids=str)
+def test_deferred_steps_of_gpu_change_nothing(options, pool):
+    found, expected = (
+        pool.run(
+            _fit_on_fake_gpu,
+            world_size=2,
+            args=(2, {**options, "overlap_parameter_gather": overlaps}, "bf16-true", False),
+        )
+        for overlaps in (True, False)
+    )
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours["deferred"] == 3
+        assert theirs["deferred"] == 0
+        for name, value in theirs["weights"].items():
+            torch.testing.assert_close(ours["weights"][name], value, rtol=0, atol=1e-6)
+        assert len(ours["waits"]) <= len(theirs["waits"])
 
 
 def test_planner_counts_no_states_on_device():
