@@ -208,7 +208,6 @@ class Gradients:
         if self._store is None:
             yield
             return
-        self.parameters_needed()  # gathers come before the reductions on every rank
         store = self.start()
         last = not self.accumulates
         store.expect(0, last=last)

@@ -217,7 +217,8 @@ class OptimizerParameters:
                 if rounded is not None and values.data_ptr() != rounded.data_ptr():
                     managed.parameter.data = rounded
                     managed.parameter.copy_(values)  # counts as a write
-        # A deferred step is followed by no hook of the user's, and its masters are on another device.
+        # After a deferred step no hook of the user's can write unseen, and a comparison would copy all
+        # weights to the masters' device.
         self._reload(
             managed
             for managed in self._gradients.parameters

@@ -167,7 +167,8 @@ class Engine:
             if self._config.runs_backward
             else self._straight_step("training_step", context, args)
         )
-        self.gradients.parameters_needed()  # before Lightning clears the gradients
+        # Gathers come before reductions on every rank, and steps before Lightning clears gradients.
+        self.gradients.parameters_needed()
         return output
 
     def broadcast_buffers(self) -> None:
