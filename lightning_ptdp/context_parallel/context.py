@@ -33,7 +33,8 @@ from lightning_ptdp.context_parallel.sequence_batch import (
     shard_batch,
 )
 from lightning_ptdp.context_parallel.slice_functions import SliceFunctions
-from lightning_ptdp.forward.surroundings import Contexts, Forward, Surrounding
+from lightning_ptdp.forward.surroundings import Context, Contexts, Forward, Surrounding
+from lightning_ptdp.forward.token_mixing import ATTENTION, TokenMixing, feature_sizes, may_watch
 from lightning_ptdp.world.mesh import Group
 
 
@@ -100,6 +101,8 @@ class ContextParallel(Surrounding):
     _module: nn.Module | None = field(default=None, repr=False)
     _takers: list[Taker] = field(default_factory=list, repr=False)
     _packed: bool = field(default=False, repr=False)
+    _sizes: frozenset[int] = field(default=frozenset(), repr=False)
+    _watched: set[tuple[str, int]] = field(default_factory=set, repr=False)
     _seen: dict[int, set[tuple[bool, int]]] = field(default_factory=dict, repr=False)
     _full: set[tuple[int, int | None]] = field(default_factory=set, repr=False)
 
@@ -107,6 +110,8 @@ class ContextParallel(Surrounding):
         """Store the module whose forwards are intercepted: the LightningModule, or a model."""
         self._module = module
         self._takers = find_takers(module)
+        self._sizes = feature_sizes(module)
+        self._watched.clear()
         self._seen.clear()
         return super().attach(module)
 
@@ -127,11 +132,29 @@ class ContextParallel(Surrounding):
         running.draws_alike = lambda: forward.draws_alike
         forward.batch = running.batch
         forward.part = running
-        with running.active():
+        with running.active(), self._watch(forward, running.length // self.group.size):
             yield
         self._check(running, expects_attention=forward.stage in self.attending)
         if running.attention.seen:
             self._seen.setdefault(forward.stage, running.attention.seen)
+
+    def _watch(self, forward: Forward, tokens: int) -> Context:
+        """Refuse functions that combine tokens, in the first forward of each kind."""
+        kind = (forward.hook, forward.stage)
+        if kind in self._watched or self._module is None or not may_watch(self._module):
+            return contextlib.nullcontext()
+        self._watched.add(kind)
+        return TokenMixing(
+            lambda call: ContextParallelError(
+                f"{call}, which combines tokens, but each of {self.group.size} context ranks has a "
+                f"slice of {tokens} tokens. Only torch.nn.functional.scaled_dot_product_attention "
+                "(Hugging Face: attn_implementation='sdpa'), x.sum(1) and x.mean(1) of (b, s, h) cover "
+                "the whole sequence. Use these, or context_parallel_size=1"
+            ),
+            sizes=self._sizes,
+            allowed=("sum", "mean", "__getitem__", ATTENTION),
+            tokens=tokens,
+        )
 
     def moved(self, before: Any, after: Any) -> None:
         """Note the padding masks that hide nothing, while no device has to be read."""
@@ -177,6 +200,7 @@ class ContextParallel(Surrounding):
             documents=self._documents(batch),
             padding=_given(local, "attention_mask"),
             known=None if known is None else known_mask(pos_ids.device),
+            samples=next(iterate_tensors(local)).size(0),
             attention=SlicedAttention(
                 distributed=ATTENTIONS[self.attention](self.group),
                 length=length,

@@ -4,6 +4,9 @@ Attention covers the full sequence (``attention/``). A model that selects a toke
 the full sequence instead of the slice's: ``x[:, 0]`` for a classifier, ``x[:, -1]`` for a score. The
 group's first rank holds both tokens (``sequence_chunks.py``) and broadcasts them.
 
+Sums and means of hidden states over time, ``x.sum(1)`` and ``x.mean(1)``, are those of all ranks.
+Their gradient is the sum of the gradients from all ranks' losses.
+
 Shifts along time are refused. The neighbours of the tokens at the ends of a rank's chunks are on
 other ranks, so ``logits[:, :-1]`` with ``labels[:, 1:]`` would leave the pair at every end of a chunk
 out of the loss.
@@ -34,10 +37,13 @@ from lightning_ptdp.attention import (
     shard_sequence,
 )
 from lightning_ptdp.base.function_replacement import Replacing
+from lightning_ptdp.forward.token_mixing import has_tokens, named_dims
+from lightning_ptdp.tensor_parallel.collectives import total
 from lightning_ptdp.world.mesh import Group
 
 _Function = Callable[..., Tensor]
 
+_REDUCTIONS: tuple[_Function, ...] = (torch.sum, Tensor.sum, torch.mean, Tensor.mean)
 _FILLS = (
     Tensor.uniform_,
     Tensor.normal_,
@@ -56,6 +62,7 @@ class SliceFunctions:
         group: The context group.
         length: s, tokens of the full sequence.
         shifts: Error about tokens or labels that the step shifts, if it does.
+        samples: Number of samples of the batch.
         draws_alike: Returns True while all ranks of the group draw from one stream of random
             numbers.
     """
@@ -63,6 +70,7 @@ class SliceFunctions:
     attention: SlicedAttention
     group: Group
     length: int
+    samples: int = 0
     shifts: ContextParallelError | None = None
     draws_alike: Callable[[], bool] = bool
 
@@ -77,6 +85,7 @@ class SliceFunctions:
                 torch.randn_like: partial(self._like, Tensor.normal_),
                 torch.randint: self._integers,
                 F.dropout: self._dropout,
+                **{reduce: partial(self._reduce, reduce) for reduce in _REDUCTIONS},
                 **{roll: partial(self._roll, roll) for roll in (torch.roll, Tensor.roll)},
                 **{cut: partial(self._narrow, cut) for cut in (torch.narrow, Tensor.narrow)},
                 **intercepted(self.attention),
@@ -141,6 +150,35 @@ class SliceFunctions:
             f"context ranks has a slice of {x.size(1)} tokens. Only the first (0) and the last (-1) "
             "token can be selected. Use context_parallel_size=1"
         )
+
+    # ---- sums over time ----------------------------------------------------------------------------
+
+    def _reduce(self, reduce: _Function, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        local = reduce(x, *args, **kwargs)
+        dims = named_dims(reduce.__name__, (x, *args), kwargs)
+        if not (1 in dims and len(dims) < x.dim() and self._sums_tokens(x, reduce.__name__)):
+            return local
+        result = total(local, self.group)
+        return result / self.group.size if reduce.__name__ == "mean" else result
+
+    def _sums_tokens(self, x: Tensor, name: str) -> bool:
+        """Return True for a reduction of hidden states (b, s/c, h) over time.
+
+        Raises:
+            ContextParallelError: It reduces (b, s/c), which may mean the whole sequence, for a score
+                of each sample, or this rank's tokens, for the divisor of a mean.
+        """
+        tokens = self.length // self.group.size
+        if has_tokens(x, tokens) and x.dim() == 2 and x.size(0) in (self.samples, 2 * self.samples):
+            raise ContextParallelError(
+                f"the step computes the {name} over dimension 1 of a tensor {tuple(x.shape)}, but each "
+                f"of {self.group.size} context ranks has a slice of {tokens} tokens. Write "
+                f"x.unsqueeze(-1).{name}(1).squeeze(-1) for the {name} over whole sequences, x.sum() "
+                "and x.mean() for a loss over the rank's tokens, and x.unsqueeze(1)"
+                f".{name}(-1).squeeze(1) if the dimension has features. Or use "
+                "context_parallel_size=1"
+            )
+        return has_tokens(x, tokens) and x.dim() == 3
 
     # ---- shifts along time -----------------------------------------------------------------------
 

@@ -27,7 +27,11 @@ from lightning_ptdp.engine.replica_step import (
     num_tokens,
 )
 from lightning_ptdp.engine.sharing import ReportSharing
-from lightning_ptdp.engine.step_habits import FirstBatchInspection, warn_of_loss
+from lightning_ptdp.engine.step_habits import (
+    FirstBatchInspection,
+    warn_of_counted,
+    warn_of_loss,
+)
 from lightning_ptdp.engine.step_report import (
     LogRecorder,
     ReportStream,
@@ -333,6 +337,7 @@ class Engine:
             loss, tokens = loss_and_weight(output)
             if tokens is None and inspects:
                 warn_of_loss(loss, replicas=True)
+                warn_of_counted(loss)
             self.agreement.warn_of_uneven(args[0], counted=tokens is not None)
             self.optimization.losses = [
                 (loss if tokens is None else counted_loss(loss, tokens)).detach()

@@ -21,6 +21,7 @@ from lightning_ptdp.engine.metric_groups import BatchMetrics
 from lightning_ptdp.engine.microbatches import merge_outputs, signature
 from lightning_ptdp.engine.step_habits import (
     divisor_of,
+    warn_of_counted,
     warn_of_divisors,
     warn_of_loss,
     watch_samples,
@@ -253,7 +254,7 @@ class LightningJob(StepJob):
             else (torch.zeros((), device=self.device), num_tokens(output))
         )
         if self.inspects and tokens is None:
-            self._inspect(loss)
+            self._inspect(loss, self.microbatches[microbatch])
         if part is not None and tokens is None:
             share = self._shares[microbatch] = part.share(loss.detach())
             loss = counted_loss(loss, share) * share
@@ -272,11 +273,13 @@ class LightningJob(StepJob):
         # magnitude of one process, which matters in float16.
         return loss * (tokens * (self.loss_scale / self.expected_tokens))
 
-    def _inspect(self, loss: Tensor) -> None:
+    def _inspect(self, loss: Tensor, batch: Nested) -> None:
         """Warn of a loss that depends on the microbatches, or on the replicas."""
         if not self._divisors:
             warn_of_loss(loss, replicas=self.count == 1)
-        self._divisors.append(divisor_of(loss))
+            if self.count == 1:
+                warn_of_counted(loss, None if self._part is None else self._part.num_targets)
+        self._divisors.append(divisor_of(loss, batch))
         if len(self._divisors) == self.count and len(set(self.sizes)) == 1:
             warn_of_divisors(self._divisors)
 

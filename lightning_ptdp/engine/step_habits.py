@@ -8,10 +8,9 @@ reports the called functions.
 from __future__ import annotations
 
 import contextlib
-import inspect
-import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,26 +22,32 @@ from lightning_ptdp.base.nested import Nested, batch_size, named_tensors
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.engine.step_state import Owner, StepState
 from lightning_ptdp.forward.surroundings import Context
+from lightning_ptdp.forward.token_mixing import calling_line, may_watch, named_dims
 from lightning_ptdp.shims.lightning import LightningModule
-from lightning_ptdp.shims.lightning import is_compiled as is_compiled_module
-from lightning_ptdp.shims.torch import is_compiled
 from lightning_ptdp.world.mesh import ProcessMesh
 
 if TYPE_CHECKING:
     from lightning_ptdp.engine.replica_step import LightningJob
 
 _NORMS = (nn.modules.batchnorm._NormBase,)
-_SUM = 2
-"""Number by which torch's losses store ``reduction="sum"``."""
+_MEAN, _SUM = 1, 2
+"""Numbers by which torch's losses store their reduction."""
 _THROUGH = frozenset(
     ("AddBackward0", "ToCopyBackward0", "AliasBackward0", "ViewBackward0", "SqueezeBackward0")
 )
 _SCALED = _THROUGH | {"DivBackward0", "MulBackward0", "MeanBackward0", "StackBackward0"}
 _REDUCING = (
-    "amax amin log_softmax logsumexp max mean median min prod softmax std std_mean sum var var_mean"
+    "amax amin log_softmax logsumexp max mean median min norm normalize prod softmax std std_mean sum "
+    "var var_mean"
 )
-_DIM_AT = {"norm": 2, "normalize": 2, **dict.fromkeys(_REDUCING.split(), 1)}
-"""Functions that reduce dimensions -> position of their dimension argument."""
+"""Functions that reduce dimensions."""
+_DIVISORS = MappingProxyType(
+    {
+        "DivBackward0": "_saved_other",
+        "NllLossBackward0": "_saved_total_weight",
+        "NllLoss2DBackward0": "_saved_total_weight",
+    }
+)
 _ROUNDING = 1e-5
 _SHOWN = 3
 _PAGE = 'docs/microbatches.md, "What a microbatch changes"'
@@ -186,7 +191,7 @@ def watch_samples(module: nn.Module, samples: int, *, replicas: bool) -> Iterato
         samples: Number of samples of the microbatch, or of a replica's batch.
         replicas: Whether only replicas divide the batch.
     """
-    if any(is_compiled(child) or is_compiled_module(child) for child in module.modules()):
+    if not may_watch(module):
         yield
         return
     reductions = _Reductions(samples)
@@ -224,48 +229,59 @@ class _Reductions(TorchFunctionMode):
         name = getattr(function, "__name__", "")
         if (
             self.place is None
-            and name in _DIM_AT
-            and args
-            and isinstance(args[0], Tensor)
-            and self._reduces(name, args, kwargs)
+            and name in _REDUCING.split()
+            and 0 in (dims := named_dims(name, args, kwargs))
+            and len(dims) < args[0].dim()
+            and len(args[0]) == self._samples > 1
         ):
-            self.place = f"{_users_line()} computes the {name}"
+            self.place = f"{calling_line()} computes the {name}"
         return function(*args, **kwargs)
 
-    def _reduces(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        value = args[0]
-        index = _DIM_AT[name]
-        axes = kwargs.get("dim", kwargs.get("axis", args[index] if len(args) > index else None))
-        dims = axes if isinstance(axes, tuple | list) else (axes,)
-        over_samples = any(isinstance(dim, int) and dim in (0, -value.dim()) for dim in dims)
-        return over_samples and len(dims) < value.dim() and len(value) == self._samples > 1
 
-
-def _users_line() -> str:
-    """Return the file and line of the innermost code outside of torch and this file."""
-    frame = inspect.currentframe()
-    torch_folder = os.path.dirname(torch.__file__) + os.sep
-    while frame is not None and frame.f_code.co_filename.startswith((torch_folder, __file__)):
-        frame = frame.f_back
-    if frame is not None:
-        return f"{os.path.basename(frame.f_code.co_filename)}, line {frame.f_lineno},"
-    return "training_step"
-
-
-def divisor_of(loss: Tensor) -> Tensor | None:
+def divisor_of(loss: Tensor, batch: Nested) -> Tensor | None:
     """Return the number by which the loss was divided last, such as the sum of a mask.
 
-    The result is None if there is no such division.
+    A cross-entropy is divided by the weight of its labels. It is left out if ``batch`` has ignored
+    labels, whose numbers are compared elsewhere. The result is None if there is no such division.
     """
     nodes = [
         node
         for node in _ends(loss.grad_fn, _THROUGH | {"MeanBackward0"})
-        if node.name() == "DivBackward0"
+        if node.name() in _DIVISORS
     ]
-    if len(nodes) != 1 or nodes[0]._saved_other.dim():
+    if len(nodes) != 1:
         return None
-    divisor: Tensor = nodes[0]._saved_other
-    return divisor.detach()
+    divisor: Tensor = getattr(nodes[0], _DIVISORS[nodes[0].name()])
+    ignores = hasattr(nodes[0], "_saved_ignore_index") and any(
+        bool((tensor == nodes[0]._saved_ignore_index).any())
+        for _, tensor in named_tensors(batch)
+        if not tensor.is_floating_point()
+    )
+    return None if divisor.dim() or ignores else divisor.detach()
+
+
+def warn_of_counted(loss: Tensor, labels: Tensor | None = None) -> None:
+    """Warn of a cross-entropy whose mean has another weight than the number of its labels.
+
+    Args:
+        loss: Loss of one replica's batch, or of a slice of its sequences.
+        labels: Number of labels by which the loss is weighted; None: those that are not ignored.
+            It is read from the device.
+    """
+    nodes = [node for node in _ends(loss.grad_fn, _THROUGH) if "NllLoss" in node.name()]
+    if len(nodes) != 1 or nodes[0]._saved_reduction != _MEAN:
+        return
+    counted = float(nodes[0]._saved_total_weight)
+    if labels is None:
+        labels = (nodes[0]._saved_target != nodes[0]._saved_ignore_index).sum()
+    if abs(counted - float(labels)) > _ROUNDING * counted:
+        warnings.warn(
+            f"the loss is a mean over labels with a total weight of {counted:g} (class weights, "
+            f"labels that the step ignores), but ranks are averaged as if it were {int(labels)}. "
+            "Return a dictionary with the mean as 'loss' and the total weight as 'num_tokens' "
+            f"({_PAGE})",
+            stacklevel=2,
+        )
 
 
 def warn_of_divisors(divisors: Sequence[Tensor | None]) -> None:
@@ -278,8 +294,8 @@ def warn_of_divisors(divisors: Sequence[Tensor | None]) -> None:
         max(values, key=abs)
     ):
         warnings.warn(
-            "the loss is divided by a number that differs between microbatches, such as the "
-            f"sum of a mask ({min(values):g} to {max(values):g}), but all microbatches have the "
+            "the loss is divided by a number that differs between microbatches, such as the sum of a "
+            f"mask or of class weights ({min(values):g} to {max(values):g}), but all microbatches have the "
             "same weight. Return a dictionary with the mean as 'loss' and this number as "
             f"'num_tokens' ({_PAGE})",
             stacklevel=2,

@@ -36,6 +36,10 @@ class BatchPart(Protocol):
         """Return the group of the ranks with the other parts."""
 
     @property
+    def num_targets(self) -> Tensor | None:
+        """Return the number of labels of this part, () int64, if the batch has labels."""
+
+    @property
     def shifted_targets(self) -> Tensor | None:
         """Return the number of labels of this part, () int64, if the model shifts them itself.
 

@@ -94,17 +94,6 @@ class ExpertWeights(nn.Module):
         return routed.combine(outputs_rh, weights_nk)
 
 
-class SequenceMean(nn.Module):
-    """Mean over the tokens of each sequence, (b, s, ...) -> (b, ...).
-
-    It is a module of its own so that it can be replaced: ranks that hold different parts of the
-    sequences use the mean over all parts.
-    """
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.mean(1)
-
-
 class Balancer(nn.Module):
     """Bias per expert, added to its scores for the choice of experts (arXiv 2408.15664).
 
@@ -225,7 +214,6 @@ class Router(nn.Module):
         self.gate = NormalLinear(
             config.hidden_size, config.num_experts, bias=False, std=config.init_std
         )
-        self.mean = SequenceMean()
         self.balancer = (
             Balancer(config.num_experts, config.bias_rate) if config.balance == "bias" else None
         )
@@ -280,9 +268,10 @@ class Router(nn.Module):
             if kept is None
             else (~kept).to(square.dtype).mean(-1, keepdim=True)
         )
-        means = self.mean(torch.cat((share, chosen, square, dropped), -1))
+        means = torch.cat((share, chosen, square, dropped), -1).mean(1)
         share_b, chosen_b, z_and_dropped = means.split((size, size, AUXILIARY - 1), -1)
-        return torch.cat((size * (chosen_b * share_b).sum(-1, keepdim=True), z_and_dropped), -1)
+        balance_b = size * torch.linalg.vecdot(chosen_b, share_b).unsqueeze(-1)
+        return torch.cat((balance_b, z_and_dropped), -1)
 
 
 class Mixture(nn.Module):

@@ -41,7 +41,6 @@ from lightning_ptdp.tensor_parallel import (
     Column,
     Experts,
     Kind,
-    Mean,
     ParallelPlan,
     PerCopy,
     Position,
@@ -259,7 +258,6 @@ def _feed_forward(config: GPTConfig, block: str) -> dict[str, Kind]:
         tensor |= {
             mixture: Whole(),
             f"{mixture}.experts": Experts(),
-            f"{mixture}.router.mean": Mean(),
         }
     if config.shared_experts:
         f = config.shared_experts * config.expert_size

@@ -166,10 +166,10 @@ class LitBert(LitTransformer):
     def _losses(self, masked: Tensor, order_logits: Tensor, batch: Batch) -> dict[str, Tensor]:
         labels = _labels(batch)
         order_b = cross_entropy(order_logits, batch["next_sentence_label"])
-        counts_b = (labels != IGNORED_LABEL).sum(1)
-        num_tokens = counts_b.sum()
+        counted = labels != IGNORED_LABEL
+        num_tokens = counted.sum()
         masked_loss = mean_of(masked, num_tokens)
-        order_loss = mean_of(order_b * counts_b, num_tokens)
+        order_loss = mean_of(order_b.unsqueeze(1) * counted, num_tokens)
         loss = masked_loss + self.order_weight * order_loss
         return {
             "loss": loss,

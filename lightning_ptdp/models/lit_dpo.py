@@ -6,35 +6,24 @@ Nothing here depends on the parallel layout.
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_ptdp.base.option_types import check_arguments
 from lightning_ptdp.forward.frozen_forward import Within, frozen_forward, initial_values
 from lightning_ptdp.models.lit_huggingface import LitCausalLM
 from lightning_ptdp.models.lit_tokens import IGNORED_LABEL, Batch
-from lightning_ptdp.models.plans import find_plan
 from lightning_ptdp.shims.peft import adapters_off
-from lightning_ptdp.tensor_parallel import ParallelPlan, Sum
-from lightning_ptdp.world.layout import ParallelLayout
 
 Reference: TypeAlias = Literal["auto", "adapters_off", "copy", "precomputed"]
 
 _ANSWERS = ("chosen", "rejected")
 _REFERENCES = ("reference_chosen_logps", "reference_rejected_logps")
-
-
-class SequenceSum(nn.Module):
-    """Sum over the tokens of each sequence, of which a context-parallel rank holds a part."""
-
-    def forward(self, values_bs: Tensor) -> Tensor:
-        return values_bs.sum(1)
 
 
 class LitDPO(LitCausalLM):
@@ -106,27 +95,8 @@ class LitDPO(LitCausalLM):
         self.save_hyperparameters("beta", "label_smoothing", "reference")
         # a resumed training still needs the values from before
         self.needs_initial_values = reference != "adapters_off"
-        self.over_tokens = SequenceSum()
         self._within: Within | None = None
         self._known: dict[str, Tensor] = {}
-
-    def configure_parallel(self) -> ParallelPlan:
-        """Return the model's plan, with sums over the tokens of all context-parallel ranks."""
-        plan = find_plan(self) or ParallelPlan()
-        return replace(plan, tensor={**plan.tensor, "over_tokens": Sum()}) if plan.tensor else plan
-
-    def check_parallel(self, layout: ParallelLayout) -> None:
-        """Refuse to split sequences of a model without a plan, whose sums would be incomplete.
-
-        Raises:
-            ValueError: Gives the reason.
-        """
-        if layout.context_parallel_size > 1 and find_plan(self) is None:
-            raise ValueError(
-                f"context_parallel_size={layout.context_parallel_size} needs a model with a known "
-                "plan, because log-probabilities are summed over the whole sequence. Use "
-                "context_parallel_size=1"
-            )
 
     # ---- the reference ---------------------------------------------------------------------------
 
@@ -249,7 +219,8 @@ class LitDPO(LitCausalLM):
             "labels": torch.cat([batch[f"{name}_labels"] for name in _ANSWERS]),
         }
         losses, balance = super()._losses(both)
-        return self.over_tokens(losses).view(2, -1), balance
+        # With a third dimension, context parallelism sums over the whole sequence.
+        return losses.unsqueeze(-1).sum(1).view(2, -1), balance
 
     def mean_loss(
         self, losses_bs: Tensor, batch: Batch, name: str, *, sync_dist: bool = False
@@ -274,8 +245,7 @@ class LitDPO(LitCausalLM):
             # (1 - e) f(x) + e f(-x) = f(x) + e x for f(x) = -log sigmoid(x)
             losses = losses + self.label_smoothing * margins
         # evaluation fills up its batches with pairs without labels
-        labelled = (batch["chosen_labels"] != IGNORED_LABEL).to(losses.dtype)
-        counted = self.over_tokens(labelled) > 0
+        counted = (batch["chosen_labels"] != IGNORED_LABEL).unsqueeze(-1).sum(1).squeeze(-1) > 0
         count = counted.sum()
 
         def mean(values: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
@@ -104,8 +105,9 @@ class LitGPT(LitTransformer, LitTokens):
         step = self.mean_loss(losses_bs, batch, "train_loss")
         if self.config.num_experts is None:
             return step
-        counted_b = (batch["labels"] != IGNORED_LABEL).sum(1, keepdim=True)
-        balance, square, _ = means = (aux_b3 * counted_b).sum(0) / step["num_tokens"].clamp(min=1)
+        counted_bs = (batch["labels"] != IGNORED_LABEL).to(aux_b3.dtype)
+        sums = torch.einsum("bs,bk->k", counted_bs, aux_b3)
+        balance, square, _ = means = sums / step["num_tokens"].clamp(min=1)
         names = (
             ("balance_loss", "z_loss")
             if self.config.capacity_factor is None

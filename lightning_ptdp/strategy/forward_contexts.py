@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from lightning_ptdp.context_parallel import ContextParallel, why_not
 from lightning_ptdp.engine.step_random import StepRandomness
 from lightning_ptdp.forward.deferred_weight_gradients import WeightGradients
 from lightning_ptdp.forward.surroundings import Surrounding, Surroundings
+from lightning_ptdp.forward.token_mixing import SplitTokens
 from lightning_ptdp.keyed_dropout import KeyedDropout
 from lightning_ptdp.parallel_model import ParallelModel
 from lightning_ptdp.pipeline.containers import layers_of
@@ -46,6 +48,7 @@ def make_surroundings(
     - Random numbers of the step are first, because their hooks must be the outermost of a block.
     - Keyed dropout is last, because it must see attention with dropout before context parallelism
       splits that attention over slices of the sequence.
+    - Functions that combine tokens are watched last, as the user calls them.
     - Deferred weight gradients are before both of these modes, because any product with which they
       replace a call must be deferrable."""
     context = mesh.group("context")
@@ -89,6 +92,8 @@ def make_surroundings(
                 rank=tensor.rank, device=device, blocks=parallel.split_blocks, returns=returns
             )
         )
+    if config.sequence_parallel:
+        entries.append(SplitTokens(_local(_layers(parallel), parallel.module).values()))
     return Surroundings(entries)
 
 
@@ -96,21 +101,9 @@ def _step_randomness(
     config: PTDPConfig, mesh: ProcessMesh, parallel: ParallelModel, device: torch.device
 ) -> StepRandomness:
     module = parallel.module
-    names = parallel.blocks
     draws = mesh.layout.world_size > 1 or config.runs_backward
-    try:
-        layers = [
-            layer.name
-            for layer in layers_of(module, find_blocks(module) if names is None else names)
-            if draws
-        ]
-    except ValueError:  # nothing is repeated, and nothing is cut
-        layers = []
-    blocks = {
-        number: name
-        for number, name in enumerate(layers)
-        if not isinstance(module.get_submodule(name), Placeholder)
-    }
+    layers = _layers(parallel) if draws else []
+    blocks = _local(layers, module)
     splits_ends = config.sequence_parallel and parallel.split_blocks is None
     if splits_ends:
         # The sequence is already split after the embedding.
@@ -124,6 +117,23 @@ def _step_randomness(
     place = (mesh.group("tensor").rank if splits_ends else 0, mesh.group("context").rank)
     absent = parallel.cut.earlier_blocks if parallel.cut is not None else []
     return StepRandomness(module=module, blocks=blocks, absent=absent, place=place, device=device)
+
+
+def _layers(parallel: ParallelModel) -> list[str]:
+    try:
+        names = find_blocks(parallel.module) if parallel.blocks is None else parallel.blocks
+        return [layer.name for layer in layers_of(parallel.module, names)]
+    except ValueError:  # nothing is repeated, and nothing is cut
+        return []
+
+
+def _local(layers: Sequence[str], module: nn.Module) -> dict[int, str]:
+    """Return the number and name of the layers on this pipeline stage."""
+    return {
+        number: name
+        for number, name in enumerate(layers)
+        if not isinstance(module.get_submodule(name), Placeholder)
+    }
 
 
 def check_surroundings(model: nn.Module, config: PTDPConfig) -> None:

@@ -29,10 +29,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_ptdp.base.function_replacement import PartialModelError, PartialValues
+from lightning_ptdp.forward.token_mixing import may_watch
 from lightning_ptdp.parameters.managed_parameter import ManagedParameters
 from lightning_ptdp.pipeline.placeholders import Placeholder
-from lightning_ptdp.shims.lightning import is_compiled as is_compiled_module
-from lightning_ptdp.shims.torch import is_compiled
 
 _LIBRARIES = ("lightning", "pytorch_lightning", "lightning_ptdp", "torchmetrics", "transformers")
 _INSIDE = ("_call_impl", "_named_members")
@@ -90,10 +89,7 @@ class ParameterGuard:
         """
         first = hook not in self._seen
         self._seen.add(hook)
-        watches &= first and not any(
-            is_compiled(child) or is_compiled_module(child)
-            for child in nn.Module.modules(self.module)
-        )
+        watches &= first and may_watch(self.module)
         self.hook = hook
         try:
             with _StepValues(self, self._faults) if watches else contextlib.nullcontext():

@@ -35,8 +35,7 @@ class ParallelPlan:
         tensor: Maps glob patterns of module names to kinds. In a pattern
             (``"model.h.*.attn.qkv"``), ``*`` matches one component or a part of it. A kind is
             ``"column"``, ``"row"``, ``"vocabulary"``, ``"position"``, ``"partial"``,
-            ``"attention"``, ``"alias"``, ``"region"``, ``"whole"``, ``"experts"``, ``"mean"`` or a
-            ``Kind``.
+            ``"attention"``, ``"alias"``, ``"region"``, ``"whole"``, ``"experts"`` or a ``Kind``.
         before: Modules that run before the blocks.
         between: Modules that run before the blocks of a further container, or whose results these
             blocks receive.

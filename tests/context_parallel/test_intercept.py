@@ -284,7 +284,7 @@ class Picks(Toy):
 
 
 REFUSED = {
-    "eager": (Eager, "called no attention.*attn_implementation='sdpa'"),
+    "eager": (Eager, "calls matmul on a tensor.*attn_implementation='sdpa'"),
     "no positions": (
         Counting,
         "no module in Counting takes position_ids.*context_parallel_positions=False",
@@ -312,7 +312,7 @@ REFUSED = {
         partial(Picks, 3),
         r"selects token 3 from a hidden state.*Only the first \(0\)",
     ),
-    "prefix": (WithPrefix, "attention with 9 queries and 9 keys"),
+    "prefix": (WithPrefix, "calls cat on a tensor"),
     "no_grad": (Frozen, "gradients disabled inside a forward.*recompute="),
     "reentrant": (
         lambda: Toy(is_causal=True, recompute={"use_reentrant": True}),

@@ -142,6 +142,20 @@ class LitMeans(LitPlain):
         )
 
 
+class LitWeighted(LitPlain):
+    """Classes of different weights."""
+
+    def loss(self, prediction, y):
+        return F.cross_entropy(prediction, y.argmax(1), weight=torch.linspace(0.5, 2, 4))
+
+
+class LitIgnoring(LitPlain):
+    """Labels that the step ignores."""
+
+    def loss(self, prediction, y):
+        return F.cross_entropy(prediction, y.argmax(1).masked_fill(y[:, 0] > 0, -100))
+
+
 class LitDivided(LitPlain):
     def loss(self, prediction, y):
         return F.mse_loss(prediction, y, reduction="sum") / len(y)
@@ -173,6 +187,8 @@ CASES = {
     LitSummed: "the loss is a sum",
     LitMasked: "the loss is divided by a number that differs between microbatches",
     LitMaskedMean: "the loss is divided by a number that differs between microbatches",
+    LitWeighted: "the loss is divided by a number that differs between microbatches",
+    LitIgnoring: "the loss is divided by a number that differs between microbatches",
     LitContrastive: "the loss compares samples within their microbatch",
     LitTwoViews: "the loss compares samples within their microbatch",
 }
@@ -206,6 +222,12 @@ def test_replica_dependent_step_warns_once(kind, layout, pool):
     expected = None if kind is LitCarried else CASES[kind]
     starts = (expected or "").replace("microbatch", "replica")
     assert [text.startswith(starts) for text in told] == [True] * (expected is not None), told
+
+
+def test_weight_of_labels_warns_with_replicas(pool):
+    (text,), others = pool.run(fit, world_size=2, args=(LitWeighted, {}, 2))
+    assert text.startswith("the loss is a mean over labels with a total weight of")
+    assert others == []
 
 
 def test_step_without_microbatches_does_not_warn(pool):

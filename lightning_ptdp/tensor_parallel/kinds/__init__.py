@@ -4,7 +4,7 @@ from torch import nn
 
 from lightning_ptdp.tensor_parallel.kinds.kind import SPLIT_AXES, Kind, ModulePlace, check_divides
 from lightning_ptdp.tensor_parallel.kinds.linear_kinds import Column, Row
-from lightning_ptdp.tensor_parallel.kinds.replicated import Alias, Mean, Partial, Region, Sum, Whole
+from lightning_ptdp.tensor_parallel.kinds.replicated import Alias, Partial, Region, Whole
 from lightning_ptdp.tensor_parallel.kinds.sharded_attention import AttentionHeads
 from lightning_ptdp.tensor_parallel.kinds.sharded_experts import Experts
 from lightning_ptdp.tensor_parallel.kinds.vocabulary import Position, Vocabulary
@@ -17,13 +17,11 @@ __all__ = [
     "Column",
     "Experts",
     "Kind",
-    "Mean",
     "ModulePlace",
     "Partial",
     "Position",
     "Region",
     "Row",
-    "Sum",
     "Vocabulary",
     "Whole",
     "check_divides",
@@ -42,8 +40,6 @@ KINDS: tuple[type[Kind], ...] = (
     Region,
     Whole,
     Experts,
-    Mean,
-    Sum,
 )
 """The kinds that a plan may refer to by name."""
 

@@ -14,7 +14,7 @@ from lightning_ptdp.tensor_parallel.tensor_shards import shard_columns
 from lightning_ptdp.world.axes import nearest_divisors
 from lightning_ptdp.world.mesh import Group
 
-SplitAxis = Literal["tensor", "expert", "context"]
+SplitAxis = Literal["tensor", "expert"]
 SPLIT_AXES = (*get_args(SplitAxis), "expert_tensor")
 """Axes over whose ranks kinds split, and the tensor-parallel split of the experts."""
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_ptdp.base.option_types import Size, check_types
-from lightning_ptdp.forward.own_forward import OwnForward, replace_forward
 from lightning_ptdp.parameters.placement import Placement
-from lightning_ptdp.tensor_parallel.collectives import total
 from lightning_ptdp.tensor_parallel.kinds.kind import Kind, ModulePlace, check_divides
 from lightning_ptdp.tensor_parallel.region import enter_region, join_around
 from lightning_ptdp.world.mesh import Group
@@ -138,50 +135,3 @@ class Region(Kind):
         options = place.layer_options
         enter_region(module, heads=self.heads, arguments=self.arguments, **options)
         return super().build(module, local, place)
-
-
-# ---- Kinds of modules that reduce over a sequence, for context parallelism -----------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mean(Kind):
-    """A module without parameters that returns a mean over the tokens of each sequence.
-
-    Under context parallelism the result is the mean of the ranks' results, whose parts are equally
-    long. Its gradient is the sum of the gradients from all ranks' losses.
-    """
-
-    name = "mean"
-    axis = "context"
-    takes = "a module without parameters that returns a mean over the sequence"
-    parameters = frozenset()
-    divides: ClassVar[bool] = True
-
-    def build(
-        self, module: nn.Module, local: Mapping[str, nn.Parameter], place: ModulePlace
-    ) -> nn.Module:
-        replace_forward(module, _ReducedForward, group=place.group, divides=self.divides)
-        return module
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class _ReducedForward(OwnForward):
-    group: Group
-    divides: bool
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        output: Tensor = total(self.original(*args, **kwargs), self.group)
-        return output / self.group.size if self.divides else output
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sum(Mean):
-    """A module without parameters that returns a sum over the tokens of each sequence.
-
-    Under context parallelism the result is the sum of the ranks' results, otherwise as for
-    ``Mean``.
-    """
-
-    name = "sum"
-    takes = "a module without parameters that returns a sum over the sequence"
-    divides = False

@@ -1,0 +1,249 @@
+"""Detection of functions that combine the tokens of a sequence, of which a rank has a slice.
+
+Elementwise functions, products with weights and norms of features treat each token alone. Attention
+and losses are replaced or averaged elsewhere. Any other function along time, such as a running sum,
+would combine the tokens of the slice only.
+
+A tensor has this rank's tokens if its shape says so: (b, n, h) or (b, n) with n tokens, and
+(b, h, n) in functions of torch that work along the last dimension.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_ptdp.base.function_replacement import PartialModelError
+from lightning_ptdp.base.nested import iterate_tensors
+from lightning_ptdp.forward.surroundings import Context, Forward, Surrounding
+from lightning_ptdp.shims.lightning import is_compiled as is_compiled_module
+from lightning_ptdp.shims.torch import is_compiled
+
+_FIRST = (
+    "all amax amin any argmax argmin argsort count_nonzero cummax cummin cumprod cumsum flip "
+    "log_softmax logcumsumexp logsumexp max mean median min mode nanmean nansum prod softmax sort "
+    "std std_mean sum unbind var var_mean"
+)
+_SECOND = "diff kthvalue linalg_vector_norm norm normalize quantile topk"
+_DIM_AT = {**dict.fromkeys(_FIRST.split(), 1), **dict.fromkeys(_SECOND.split(), 2)}
+"""Functions along dimensions -> position of the argument that names them."""
+_LAST_BY_DEFAULT = frozenset(("argsort", "diff", "kthvalue", "mode", "sort", "topk"))
+_ALONG_LAST = (
+    "adaptive_avg_pool1d adaptive_max_pool1d avg_pool1d batch_norm conv1d instance_norm "
+    "interpolate max_pool1d"
+)
+_RECURRENT = frozenset(("lstm", "gru", "rnn_tanh", "rnn_relu"))
+_PRODUCTS = frozenset(("matmul", "__matmul__", "bmm"))
+_JOINS = frozenset(("cat", "concat", "concatenate"))
+ATTENTION = "scaled_dot_product_attention"
+
+
+def named_dims(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the dimensions along which a function works, counted from 0.
+
+    Empty if it works on all of them, or is not a function along dimensions.
+    """
+    at = _DIM_AT.get(name)
+    if at is None or not args or not isinstance(args[0], Tensor):
+        return ()
+    default = -1 if name in _LAST_BY_DEFAULT else None
+    named = kwargs.get("dim", kwargs.get("dims", kwargs.get("axis", default)))
+    if len(args) > at:
+        named = args[at]
+    dims = named if isinstance(named, tuple | list) else (named,)
+    count = max(args[0].dim(), 1)
+    return tuple(dim % count for dim in dims if type(dim) is int)
+
+
+def has_tokens(x: object, tokens: int) -> bool:
+    """Return True for a tensor (b, n, h), or (b, n), with n ``tokens``."""
+    return isinstance(x, Tensor) and x.dim() in (2, 3) and x.size(1) == tokens
+
+
+def calling_line(ignored: Callable[[FrameType], bool] = lambda frame: False) -> str | None:
+    """Return the file and line of the innermost code outside of torch and this package's modes.
+
+    The result is None if that code is to be ``ignored``.
+    """
+    torch_folder = os.path.dirname(torch.__file__) + os.sep
+    frame = inspect.currentframe()
+    while frame is not None and (
+        frame.f_code.co_filename.startswith((torch_folder, __file__))
+        or frame.f_code.co_name == "__torch_function__"
+    ):
+        frame = frame.f_back
+    if frame is None or ignored(frame):
+        return None
+    return f"{os.path.basename(frame.f_code.co_filename)}, line {frame.f_lineno},"
+
+
+class TokenMixing(TorchFunctionMode):
+    """Mode that refuses functions which combine tokens.
+
+    Code of this package may call them, because it communicates.
+
+    Args:
+        refusal: Makes the error from the line, function and shape.
+        sizes: Sizes of features. A tensor (b, n) with one of these sizes may have no tokens, and is
+            not checked.
+        allowed: Names of functions that may combine tokens.
+
+    Attributes:
+        tokens: n, tokens of this rank's slice; 0: not known yet, and nothing is checked.
+    """
+
+    def __init__(
+        self,
+        refusal: Callable[[str], Exception],
+        *,
+        sizes: Collection[int],
+        allowed: Collection[str] = (),
+        tokens: int = 0,
+    ) -> None:
+        super().__init__()
+        self.tokens = tokens
+        self._refusal = refusal
+        self._sizes = sizes
+        self._allowed = allowed
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(function, "__name__", "")
+        if self.tokens and name not in self._allowed and self._mixes(name, args, kwargs):
+            line = calling_line(_is_ours)
+            if line is not None:
+                first = next(iterate_tensors(args))
+                raise self._refusal(f"{line} calls {name} on a tensor {tuple(first.shape)}")
+        return function(*args, **kwargs)
+
+    def _mixes(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        x = args[0] if args else None
+        if name in _JOINS:
+            dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+            return any(self._is_hidden(part) and dim in (1, -2) for part in x or ())
+        if name == "einsum" and isinstance(x, str) and "->" in x:
+            inputs, _, output = x.replace(" ", "").partition("->")
+            pairs = zip(inputs.split(","), args[1:], strict=False)
+            return any(
+                self._is_hidden(operand) and len(letters) == 3 and letters[1] not in output
+                for letters, operand in pairs
+            )
+        if not isinstance(x, Tensor):
+            return False
+        if name in _DIM_AT:
+            dims = named_dims(name, args, kwargs)
+            return 1 in dims and len(dims) < x.dim() and self._has_tokens(x)
+        unclear = self.tokens in self._sizes
+        if name in _ALONG_LAST.split():
+            window = args[1].size(-1) if name == "conv1d" else 2
+            return x.dim() == 3 and x.size(-1) == self.tokens and window > 1 and not unclear
+        if name in _PRODUCTS and not unclear:
+            return self._contracts(x, args[1])
+        if name == "pad" and self._is_hidden(x):
+            return any(kwargs.get("pad", args[1] if len(args) > 1 else ())[2:4])
+        if name == "__getitem__" and self._is_hidden(x):
+            return _selects_tokens(args[1])
+        if name == ATTENTION:
+            return x.size(-2) == self.tokens
+        return name in _RECURRENT and self.tokens in x.shape
+
+    def _contracts(self, x: Tensor, other: object) -> bool:
+        """Return True for scores of attention, (..., n, n), and for sums of (b, n, h) over n."""
+        if not isinstance(other, Tensor) or min(x.dim(), other.dim()) < 3:
+            return False
+        n = self.tokens
+        return (x.size(-2), other.size(-1)) == (n, n) or (x.size(-1), other.size(-2)) == (n, n)
+
+    def _is_hidden(self, x: object) -> bool:
+        return has_tokens(x, self.tokens) and isinstance(x, Tensor) and x.dim() == 3
+
+    def _has_tokens(self, x: Tensor) -> bool:
+        """Return True for hidden states, and for numbers of tokens such as losses."""
+        is_clear = x.is_floating_point() and self.tokens not in self._sizes
+        return has_tokens(x, self.tokens) and (x.dim() == 3 or is_clear)
+
+
+def _selects_tokens(index: object) -> bool:
+    if not (isinstance(index, tuple) and len(index) > 1 and isinstance(index[0], slice)):
+        return False
+    return isinstance(index[1], int | slice) and index[1] != slice(None)
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).partition(".")[0] == "lightning_ptdp"
+
+
+def feature_sizes(module: nn.Module) -> frozenset[int]:
+    """Return the sizes of all dimensions of a module's parameters."""
+    return frozenset(size for parameter in module.parameters() for size in parameter.shape)
+
+
+def may_watch(module: nn.Module) -> bool:
+    """Return True if a mode may watch a module's forward once.
+
+    Compiled parts would be compiled again for the next forward, without the mode.
+    """
+    return not any(
+        is_compiled(child) or is_compiled_module(child) for child in nn.Module.modules(module)
+    )
+
+
+class SplitTokens(Surrounding):
+    """Refusal of functions that combine tokens while sequence parallelism splits them.
+
+    It watches the first forward of each kind, from the first block on.
+
+    Args:
+        blocks: Names of this rank's blocks.
+    """
+
+    def __init__(self, blocks: Collection[str]) -> None:
+        self._blocks = blocks
+        self._watched: set[tuple[str, int]] = set()
+        self._mode: TokenMixing | None = None
+
+    def attach(self, module: nn.Module) -> Callable[[], None]:
+        """Install hooks on the blocks, whose input shows the length of a slice."""
+        self._watched.clear()
+        if not may_watch(module):
+            return super().attach(module)
+        self._mode = TokenMixing(_refused_split, sizes=feature_sizes(module))
+        with contextlib.ExitStack() as undo:
+            for name in self._blocks:
+                block = module.get_submodule(name)
+                handle = block.register_forward_pre_hook(self._note, with_kwargs=True)
+                undo.callback(handle.remove)
+            return undo.pop_all().close
+
+    def around(self, forward: Forward) -> Context:
+        """Watch a forward, if it is the first of its kind."""
+        kind = (forward.hook, forward.stage)
+        if self._mode is None or kind in self._watched:
+            return contextlib.nullcontext()
+        self._watched.add(kind)
+        return self._mode
+
+    def _note(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
+        assert self._mode is not None
+        hidden = next((x for x in iterate_tensors((args, kwargs)) if x.dim() == 3), None)
+        if hidden is not None:
+            self._mode.tokens = hidden.size(1)
+
+
+def _refused_split(call: str) -> PartialModelError:
+    return PartialModelError(
+        f"{call}, which combines tokens, but with sequence_parallel=True each tensor rank has a slice "
+        "of the sequence here. Add the module to the plan: attention as 'column' and 'row' layers or "
+        "a 'region', other modules as 'whole'. For code after the blocks, use "
+        "ParallelPlan(sequence='blocks'). Or use sequence_parallel=False"
+    )

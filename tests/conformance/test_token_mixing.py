@@ -1,0 +1,299 @@
+"""Steps and models that combine the tokens of a sequence while ranks hold slices of it."""
+
+import warnings
+from dataclasses import dataclass
+from typing import ClassVar
+
+import lightning.pytorch as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lightning_ptdp import ParallelPlan
+from lightning_ptdp.attention import ContextParallelError
+from lightning_ptdp.base.function_replacement import PartialModelError
+from lightning_ptdp.forward.token_mixing import TokenMixing
+from lightning_ptdp.tensor_parallel import Column
+from tests.letters import SP, C, M, P, T
+from tests.parity import Training
+
+VOCABULARY, LENGTH, WIDTH, CLASSES = 40, 12, 16, 5
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        qkv = self.qkv(x)
+        b, s, _ = qkv.shape
+        q, k, v = (part.view(b, s, -1, 8).transpose(1, 2) for part in qkv.chunk(3, -1))
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self, mix) -> None:
+        super().__init__()
+        self.norm, self.attention, self.mix = nn.LayerNorm(WIDTH), Attention(), mix
+
+    def forward(self, x):
+        return x + self.attention(self.norm(self.mix(x)))
+
+
+class LitTokens(L.LightningModule):
+    """A model whose blocks begin with ``mix`` and whose loss is made by ``score``."""
+
+    def __init__(self, mix, score, *, attends: bool = True) -> None:
+        super().__init__()
+        self.score, self.attends = score, attends
+        self.tokens, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.blocks = nn.ModuleList(Block(mix) for _ in range(2))
+        self.head, self.classifier = nn.Linear(WIDTH, VOCABULARY), nn.Linear(WIDTH, CLASSES)
+
+    def configure_parallel(self):
+        attention = {
+            "blocks.*.attention.qkv": Column(parts=(WIDTH,) * 3, heads=(2,) * 3),
+            "blocks.*.attention.out": "row",
+        }
+        return ParallelPlan(
+            blocks="blocks",
+            tensor={
+                "tokens": "vocabulary",
+                "places": "position",
+                "head": "vocabulary",
+                **(attention if self.attends else {}),
+            },
+        )
+
+    def training_step(self, batch, batch_idx):
+        x = self.tokens(batch["ids"]) + self.places(batch["position_ids"])
+        for block in self.blocks:
+            x = block(x)
+        return self.score(self, x, batch)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def same(x):
+    return x
+
+
+def token_loss(module, x, batch):
+    return F.cross_entropy(module.head(x).flatten(0, 1), batch["labels"].flatten())
+
+
+def of_class(pool):
+    """Return a step's loss: a classification of what ``pool`` makes of (b, s, h)."""
+    return lambda module, x, batch: F.cross_entropy(
+        module.classifier(pool(x, batch)), batch["label"] % CLASSES
+    )
+
+
+def masked_mean(x, batch):
+    kept = (batch["ids"] > VOCABULARY // 3).unsqueeze(-1)
+    return (x * kept).sum(1) / kept.sum(1)
+
+
+def sentence_losses(module, x, batch):
+    losses = F.cross_entropy(module.head(x).transpose(1, 2), batch["labels"], reduction="none")
+    return losses.unsqueeze(-1).mean(1).squeeze(-1).square().mean()
+
+
+def centred(x):
+    return x - x.mean(1, keepdim=True)
+
+
+SUMS = {
+    "mean": (same, of_class(lambda x, batch: x.mean(1))),
+    "torch.mean": (same, of_class(lambda x, batch: torch.mean(x, dim=1))),
+    "sum": (same, of_class(lambda x, batch: torch.sum(x, -2))),
+    "masked mean": (same, of_class(masked_mean)),
+    "first token": (same, of_class(lambda x, batch: x[:, 0])),
+    "loss of each sentence": (same, sentence_losses),
+    "over two dimensions": (same, lambda module, x, batch: x.square().mean((1, 2)).square().mean()),
+    "in a block": (centred, token_loss),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(Training):
+    kind: str = "mean"
+    precision: str = "64-true"
+    clip: float | None = None
+
+    smallest: ClassVar[float] = 1e-9
+
+    def make_module(self):
+        return LitTokens(*SUMS[self.kind])
+
+    def make_data(self):
+        rows = torch.randint(VOCABULARY, (32, LENGTH + 1))
+        return [
+            {
+                "ids": row[:-1],
+                "labels": row[1:],
+                "position_ids": torch.arange(LENGTH),
+                "label": row[0],
+            }
+            for row in rows
+        ]
+
+
+@pytest.mark.parametrize("kind", SUMS)
+def test_sums_over_time_equal_single_process(kind, parity):
+    parity.check(Run(kind=kind), (2, {C: 2}))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["c2 m2", "t2 c2", "p2 c2"])
+def test_masked_mean_equals_single_process_in_layouts(name, parity):
+    layouts = {
+        "c2 m2": (2, {C: 2, M: 2}),
+        "t2 c2": (4, {T: 2, C: 2}),
+        "p2 c2": (4, {P: 2, C: 2, M: 2}),
+    }
+    parity.check(Run(kind="masked mean"), layouts[name])
+
+
+def ignoring_step(rank, layout, size):
+    def score(module, x, batch):
+        labels = batch["labels"].masked_fill(batch["labels"] < VOCABULARY // 2, -100)
+        return F.cross_entropy(module.head(x).flatten(0, 1), labels.flatten())
+
+    run = Run(layout=layout, world_size=size)
+    trainer = run.make_trainer()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer.fit(LitTokens(same, score), *run.make_loaders(trainer))
+    return [text for one in told if (text := str(one.message)).startswith("the loss is a mean")]
+
+
+def test_labels_that_the_step_ignores_warn_on_slices(pool):
+    (text,), others = pool.run(ignoring_step, world_size=2, args=({C: 2}, 2))
+    assert "but ranks are averaged as if it were 48" in text
+    assert others == []
+
+
+# ---- refusals ------------------------------------------------------------------------------------
+
+CALLS = {
+    "amax": lambda x: x.amax(1),
+    "max": lambda x: x.max(1).values,
+    "softmax": lambda x: F.softmax(x, dim=1),
+    "std": lambda x: x.std(-2),
+    "cumsum": lambda x: torch.cumsum(x, 1),
+    "sort": lambda x: x.sort(1),
+    "topk": lambda x: x.topk(2, 1),
+    "flip": lambda x: x.flip(1),
+    "diff": lambda x: x.diff(dim=1),
+    "norm": lambda x: x.norm(2, 1),
+    "normalize": lambda x: F.normalize(x, dim=1),
+    "unbind": lambda x: x.unbind(1),
+    "losses": lambda x: x[..., 0].amax(-1),
+    "cat": lambda x: torch.cat((x[:, :1], x), 1),
+    "pad": lambda x: F.pad(x, (0, 0, 1, 0)),
+    "bmm": lambda x: torch.bmm(x.new_ones(3, 1, LENGTH), x),
+    "scores": lambda x: x @ x.transpose(1, 2),
+    "einsum": lambda x: torch.einsum("bsh,bs->bh", x, x[..., 0]),
+    "conv1d": lambda x: F.conv1d(x.transpose(1, 2), x.new_ones(WIDTH, WIDTH, 3)),
+    "pool": lambda x: F.adaptive_avg_pool1d(x.transpose(1, 2), 1),
+    "instance_norm": lambda x: F.instance_norm(x.transpose(1, 2)),
+    "lstm": lambda x: nn.LSTM(WIDTH, WIDTH, batch_first=True)(x),
+    "first token": lambda x: x[:, 0],
+    "shift": lambda x: x[:, 1:],
+    "attention": lambda x: F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None]),
+}
+TOKENWISE = {
+    "of features": lambda x: (x.sum(-1), x.amax(2), x.softmax(-1), x.sort(-1), x.norm(2, -1)),
+    "of samples": lambda x: (x.amax(0), x.flip(0), x.cumsum(0)),
+    "loss": lambda x: (x.sum(), x.mean(), x.square().mean((0, 1, 2))),
+    "products": lambda x: (F.linear(x, x.new_ones(3, WIDTH)), x @ x.new_ones(WIDTH, 4)),
+    "features": lambda x: torch.cat((x, x[..., :4]), -1)[:, :, 1:],
+    "kernel of one": lambda x: F.conv1d(x.transpose(1, 2), x.new_ones(4, WIDTH, 1)),
+    "positions": lambda x: (x[..., 0] > 0).long().cumsum(1),
+    "pad features": lambda x: F.pad(x, (0, 1)),
+    "norm": lambda x: F.layer_norm(x, (WIDTH,)),
+    "other length": lambda x: x.new_ones(3, LENGTH + 1, WIDTH).amax(1),
+}
+
+
+def watching(tokens: int = LENGTH, sizes: tuple[int, ...] = (WIDTH,)) -> TokenMixing:
+    return TokenMixing(ValueError, sizes=sizes, tokens=tokens)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_function_that_combines_tokens_is_refused_with_its_line(name):
+    x = torch.rand(3, LENGTH, WIDTH)
+    with (
+        pytest.raises(ValueError, match=r"test_token_mixing.py, line \d+, calls \w+ on a tensor"),
+        watching(),
+    ):
+        CALLS[name](x)
+
+
+@pytest.mark.parametrize("name", TOKENWISE)
+def test_function_of_single_tokens_is_accepted(name):
+    with watching():
+        TOKENWISE[name](torch.rand(3, LENGTH, WIDTH))
+
+
+def test_features_as_many_as_tokens_are_accepted():
+    pooled = torch.rand(3, WIDTH)
+    with watching(tokens=WIDTH):
+        F.normalize(pooled, dim=-1)
+        pooled.softmax(1)
+        torch.bmm(torch.rand(3, 5, WIDTH), torch.rand(3, WIDTH, 2))
+    with pytest.raises(ValueError, match="softmax"), watching(tokens=WIDTH, sizes=()):
+        pooled.softmax(1)
+
+
+def refusal(rank, module, layout, size, error):
+    run = Run(layout=layout, world_size=size)
+    trainer = run.make_trainer()
+    with pytest.raises(error) as caught:
+        trainer.fit(module(), *run.make_loaders(trainer))
+    return str(caught.value)
+
+
+def running_sum():
+    return LitTokens(lambda x: x.cumsum(1), token_loss)
+
+
+def best_token():
+    return LitTokens(same, of_class(lambda x, batch: x.amax(1)))
+
+
+def first_token():
+    return LitTokens(same, of_class(lambda x, batch: x[:, 0]))
+
+
+def attention_without_plan():
+    return LitTokens(same, token_loss, attends=False)
+
+
+def number_of_tokens():
+    return LitTokens(
+        same,
+        lambda module, x, batch: token_loss(module, x, batch) / (batch["labels"] > 5).sum(1).sum(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("module", "layout", "text"),
+    [
+        (running_sum, {C: 2}, "calls cumsum on a tensor (8, 6, 16), which combines tokens"),
+        (best_token, {C: 2}, "calls amax on a tensor (8, 6, 16)"),
+        (number_of_tokens, {C: 2}, "the sum over dimension 1 of a tensor (8, 6)"),
+        (running_sum, {T: 2, SP: True}, "calls cumsum on a tensor (8, 6, 16)"),
+        (best_token, {T: 2, SP: True}, "calls amax on a tensor (8, 6, 16)"),
+        (first_token, {T: 2, SP: True}, "calls __getitem__ on a tensor (8, 6, 16)"),
+        (attention_without_plan, {T: 2, SP: True}, "calls scaled_dot_product_attention"),
+    ],
+)
+def test_training_that_combines_tokens_is_refused(module, layout, text, pool):
+    error = ContextParallelError if C in layout else PartialModelError
+    for told in pool.run(refusal, world_size=2, args=(module, layout, 2, error)):
+        assert text in told
