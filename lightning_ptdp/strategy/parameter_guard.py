@@ -8,7 +8,8 @@ parts of matrices. While a step runs, these are refused:
 - a loop over modules, if the code around it names an attribute such as ``weight``;
 - in the first step of a kind, a number computed from a matrix of which the rank has a part.
 
-In other hooks, ``zip`` over parameters of a pipeline stage is refused, and a loop in code that
+``state_dict()`` is refused where it is saved, in hooks and after ``fit``: the file would have a part of
+the model, which nothing shows. In other hooks, ``zip`` over parameters of a pipeline stage is refused, and a loop in code that
 computes norms or sums causes a warning.
 
 Whatever runs inside the forward of a module is allowed: a layer computes with its part. So are loops
@@ -36,6 +37,8 @@ from lightning_ptdp.pipeline.placeholders import Placeholder
 _LIBRARIES = ("lightning", "pytorch_lightning", "lightning_ptdp", "torchmetrics", "transformers")
 _INSIDE = ("_call_impl", "_named_members")
 """Functions of torch around a forward and a loop over parameters."""
+_SAVES = {"save", "save_file", "save_model", "dump"}
+"""Names of functions that save a state."""
 _NUMBERS = {"norm", "vector_norm", "sum", "mean", "std", "var", "histogram", "histc"}
 """Names of functions that compute a number from a tensor."""
 
@@ -51,12 +54,13 @@ class ParameterGuard:
     Attributes:
         hook: The user's step that runs, if any.
         module: The LightningModule.
+        options: As given.
     """
 
     def __init__(self, module: nn.Module, parameters: ManagedParameters, options: str) -> None:
         self.hook: str | None = None
         self.module = module
-        self._options = options
+        self.options = options
         self._seen: set[str] = set()
         names = {p: managed.name for p, managed in parameters.items()}
         self._attributes = {name.rpartition(".")[2] for name in names.values()}
@@ -72,7 +76,7 @@ class ParameterGuard:
             has_placeholder = any(isinstance(part, Placeholder) for part in child.modules())
             if has_placeholder or any(parameter in split for parameter in child.parameters()):
                 # torch's compiler requires methods.
-                for guarded in (_named_parameters, _named_modules):
+                for guarded in (_named_parameters, _named_modules, _state_dict):
                     method = MethodType(_Guarded(guarded, name, self, has_placeholder), child)
                     vars(child)[guarded.__name__[1:]] = method
 
@@ -100,7 +104,7 @@ class ParameterGuard:
     def refusal(self, fault: str) -> PartialModelError:
         """Return the error of a step with this fault."""
         return PartialModelError(
-            f"{self.hook} {fault} ({self._options}), so a penalty or a norm would be wrong. Use the "
+            f"{self.hook} {fault} ({self.options}), so a penalty or a norm would be wrong. Use the "
             "optimizer's weight_decay, change the gradients of optimizer.param_groups in "
             "on_before_optimizer_step (p.grad.add_(p.detach(), alpha=...)), or use "
             "tensor_parallel_size=1 and pipeline_parallel_size=1"
@@ -127,6 +131,22 @@ class ParameterGuard:
                     return found
             frame = frame.f_back
         return []
+
+    def is_saved(self) -> bool:
+        """Return True if the code that asks for a state saves it."""
+        frame = inspect.currentframe()
+        while frame is not None:
+            package = str(frame.f_globals.get("__name__")).partition(".")[0]
+            function = frame.f_code.co_name
+            if package in ("lightning", "pytorch_lightning", "lightning_ptdp"):
+                if frame.f_code.co_filename != __file__:
+                    return False
+            elif function == "save_pretrained" or (
+                package != "torch" and not _SAVES.isdisjoint(_names_in(frame.f_code))
+            ):
+                return True
+            frame = frame.f_back
+        return False
 
     def mentions_parameters(self) -> bool:
         """Return True if the user's code names an attribute such as ``weight``."""
@@ -210,6 +230,19 @@ def _named_modules(
     guard = guarded.guard
     if memo is None and guard.hook is not None and guard.mentions_parameters():
         raise guarded.refusal("modules()")
+
+
+def _state_dict(guarded: _Guarded, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Return the state as ``state_dict`` does."""
+    # With a destination, the state is a part of that of a module around this one.
+    if kwargs.get("destination") is None and not args and guarded.guard.is_saved():
+        raise PartialModelError(
+            f"{guarded.loop('state_dict()')} is saved here, but this rank has only a part of the "
+            f"model ({guarded.guard.options}). Use trainer.save_checkpoint(path), "
+            "trainer.strategy.export_huggingface(folder), or the whole state from "
+            "trainer.strategy.gather_state_dict(), all of them on all ranks"
+        )
+    return type(module).state_dict(module, *args, **kwargs)
 
 
 class _StepValues(PartialValues):

@@ -1,12 +1,14 @@
 """Uses of parameters that a rank lacks are refused in steps, averages and gradient hooks."""
 
 import copy
+import io
 import warnings
 
 import pytest
 import torch
 from torch.optim.swa_utils import AveragedModel
 
+from lightning_ptdp.base.function_replacement import PartialModelError
 from lightning_ptdp.tensor_parallel import ParallelPlan
 from tests.conformance.blocks import LAYOUTS, P2, PLAN, LitBlocks, batches, run_refused
 from tests.conformance.toys import ONE, Place, assert_weights, make_trainer, weights
@@ -254,3 +256,78 @@ def test_pairs_of_parameters_of_stage_are_refused(conformance):
     (expected,) = conformance.expected(train, ONE, LitTeacher)
     for found in conformance.ranks(train, Place(world_size=2, layout={Z: "optimizer"}), LitTeacher):
         assert found.keys() == expected.keys()
+
+
+class LitSaver(LitBlocks):
+    """Saves its state at the end of an epoch, in one of several ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+
+    def on_train_epoch_end(self):
+        WAYS[self.way](self)
+
+    def save_pretrained(self):
+        return {name: tensor.numel() for name, tensor in self.h.state_dict().items()}
+
+    def state(self):
+        return {"model": self.state_dict()}
+
+    def copied(self):
+        twin = copy.deepcopy(self.h)
+        twin.load_state_dict(self.h.state_dict())
+        return copy.deepcopy(self.state_dict())
+
+
+WAYS = {
+    "whole": lambda module: torch.save(module.state_dict(), io.BytesIO()),
+    "block": lambda module: torch.save(module.h[1].state_dict(), io.BytesIO()),
+    "in a function": lambda module: torch.save(module.state(), io.BytesIO()),
+    "save_pretrained": lambda module: module.save_pretrained(),
+}
+
+
+def save(rank, place, way):
+    trainer = make_trainer(place, use_distributed_sampler=False, max_epochs=1)
+    trainer.fit(LitSaver(way), batches(place, rank))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("layout", ["p2", "t2"])
+def test_state_of_partial_model_that_a_hook_saves_is_refused(layout, way, conformance):
+    with pytest.raises(WorkerFailure) as error:
+        conformance.ranks(save, LAYOUTS[layout], way)
+    name = {"block": "self.h.1", "save_pretrained": "self.h"}.get(way, "self")
+    assert f"PartialModelError: {name}.state_dict() is saved here, but" in str(error.value)
+    assert "trainer.strategy.gather_state_dict(), all of them on all ranks" in str(error.value)
+
+
+def save_after_fit(rank, place):
+    trainer = make_trainer(place, use_distributed_sampler=False, max_epochs=1)
+    module = LitBlocks()
+    trainer.fit(module, batches(place, rank))
+    with pytest.raises(PartialModelError, match="is saved here"):
+        torch.save(module.state_dict(), io.BytesIO())
+    file = io.BytesIO()
+    torch.save(trainer.strategy.gather_state_dict(), file)
+    file.seek(0)
+    return {name: value.numel() for name, value in torch.load(file).items()}
+
+
+def test_state_of_partial_model_saved_after_fit_is_refused(conformance):
+    sizes = {name: value.numel() for name, value in LitBlocks().state_dict().items()}
+    for found in conformance.ranks(save_after_fit, LAYOUTS["t2p2"]):
+        assert found == sizes
+
+
+class LitCopier(LitSaver):
+    def __init__(self):
+        super().__init__("copied")
+
+    def on_train_epoch_end(self):
+        self.copied()
+
+
+def test_copies_of_states_are_allowed(conformance):
+    conformance.check(train, LAYOUTS["t2"], LitCopier)
