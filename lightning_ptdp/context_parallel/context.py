@@ -90,6 +90,7 @@ class ContextParallel(Surrounding):
             sequence. False for a model that needs no positions.
         sequence_parallel_size: t under sequence parallelism, else 1.
         attending: Stages that call attention.
+        watches: Refuse functions that combine tokens, in the first forward of each kind.
     """
 
     group: Group
@@ -98,6 +99,7 @@ class ContextParallel(Surrounding):
     needs_positions: bool = True
     sequence_parallel_size: int = 1
     attending: Container[int] = (0,)
+    watches: bool = True
     _module: nn.Module | None = field(default=None, repr=False)
     _takers: list[Taker] = field(default_factory=list, repr=False)
     _packed: bool = field(default=False, repr=False)
@@ -139,9 +141,9 @@ class ContextParallel(Surrounding):
             self._seen.setdefault(forward.stage, running.attention.seen)
 
     def _watch(self, forward: Forward, tokens: int) -> Context:
-        """Refuse functions that combine tokens, in the first forward of each kind."""
         kind = (forward.hook, forward.stage)
-        if kind in self._watched or self._module is None or not may_watch(self._module):
+        module = self._module
+        if module is None or not self.watches or kind in self._watched or not may_watch(module):
             return contextlib.nullcontext()
         self._watched.add(kind)
         return TokenMixing(

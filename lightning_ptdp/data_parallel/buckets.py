@@ -103,6 +103,7 @@ class GradientBuckets:
         """
         if not keep:
             self._weighed = []
+            self._arrived = set()
             if self.shards:
                 self._join()  # a sum may be under way
         for bucket in self.buckets():
@@ -187,12 +188,10 @@ class GradientBuckets:
             if scale is not None:
                 bucket.mine().mul_(scale)
 
-    def unused(self) -> list[nn.Parameter]:
-        """Return the parameters to which no backward has given a gradient, without tied ones."""
+    def unused(self) -> list[ManagedParameter]:
+        """Return the parameters without a gradient since the last step."""
         return [
-            managed.parameter
-            for managed in self.parameters
-            if id(managed.parameter) not in self._arrived and not managed.placement.tied
+            managed for managed in self.parameters if id(managed.parameter) not in self._arrived
         ]
 
     def _parts_to_sum(self) -> Iterator[tuple[Tensor, Group]]:

@@ -96,11 +96,8 @@ class GradientStore(Protocol):
         """Return the same elements in few flat tensors."""
         return list(gradients)
 
-    def unused(self) -> list[nn.Parameter]:
-        """Return the parameters to which no backward has given a gradient.
-
-        Tied parameters are left out, because another stage may have used them.
-        """
+    def unused(self) -> list[ManagedParameter]:
+        """Return the parameters to which no backward has given a gradient since the last step."""
 
     def close(self) -> None:
         """Detach from the parameters."""
@@ -196,6 +193,7 @@ class UnbucketedGradients(GradientStore):
         if not keep:
             self._state = self._state.to(GradientState.EMPTY)
             self._weighed = {}
+            self._arrived = set()
             for parameter in self._each():
                 parameter.grad = None
         self._state = self._state.to(GradientState.ACCUMULATING)
@@ -207,17 +205,17 @@ class UnbucketedGradients(GradientStore):
                 parameter.grad = gradient
 
     def hide(self) -> None:
-        """Take the gradients off the parameters and keep them; an unused parameter's is zero."""
+        """Take the gradients off the parameters and keep them."""
+        self._note_arrived()
         for parameter in self._each():
-            gradient = parameter.grad
-            if gradient is not None:
-                self._arrived.add(parameter)
-            self._hidden[parameter] = _zeros(parameter) if gradient is None else gradient
-            parameter.grad = None
+            if parameter.grad is not None:
+                self._hidden[parameter] = parameter.grad
+                parameter.grad = None
 
     def finish(self, scale: float | None = None) -> None:
         """Complete the sums over other ranks, and scale."""
         self._state = self._state.to(GradientState.REDUCING)
+        self._note_arrived()
         parts = []
         for managed in self.parameters:
             parameter = managed.parameter
@@ -237,6 +235,7 @@ class UnbucketedGradients(GradientStore):
 
         With ``last``, add those of the earlier batches instead.
         """
+        self._note_arrived()
         for parameter in self._each():
             total = _sum(self._weighed.get(parameter), parameter.grad, scale)
             self._weighed[parameter], parameter.grad = (None, total) if last else (total, None)
@@ -252,15 +251,9 @@ class UnbucketedGradients(GradientStore):
         """Return the gradients that exist."""
         return (parameter.grad for parameter in self._each() if parameter.grad is not None)
 
-    def unused(self) -> list[nn.Parameter]:
-        """Return the parameters that never had a gradient, without tied ones."""
-        return [
-            managed.parameter
-            for managed in self.parameters
-            if not managed.placement.tied
-            and managed.parameter.grad is None
-            and managed.parameter not in self._arrived
-        ]
+    def unused(self) -> list[ManagedParameter]:
+        """Return the parameters without a gradient since the last step."""
+        return [managed for managed in self.parameters if managed.parameter not in self._arrived]
 
     def close(self) -> None:
         """Detach from the parameters."""
@@ -268,6 +261,11 @@ class UnbucketedGradients(GradientStore):
         for parameter in self._each():
             parameter.grad = None
             set_gradient_dtype(parameter, parameter.dtype)
+
+    def _note_arrived(self) -> None:
+        """Note which parameters have gradients, before zeros are created for the others."""
+        if self._state is not GradientState.REDUCED:
+            self._arrived |= {p for p in self._each() if p.grad is not None}
 
     def _each(self) -> Iterator[nn.Parameter]:
         return (managed.parameter for managed in self.parameters)

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel.flat_parameters import FlatParameters
 from lightning_ptdp.data_parallel.gradient_store import GradientStore, make_store, needs_masters
-from lightning_ptdp.data_parallel.image_gradients import ImageGradients
 from lightning_ptdp.data_parallel.optimizer_parameters import (
     OptimizerParameters,
     ParameterGather,
     is_cut_for_step,
 )
 from lightning_ptdp.data_parallel.step_gradients import StepGradients
+from lightning_ptdp.data_parallel.unused_gradients import UnusedGradients
 from lightning_ptdp.parameters.managed_parameter import ManagedParameters
 from lightning_ptdp.world.mesh import ProcessMesh
 
@@ -79,7 +79,7 @@ class Gradients:
         self.clears = True
         self._open = False
         self._left: dict[Tensor, Tensor] = {}
-        self._images = ImageGradients(module, device)
+        self._unused = UnusedGradients(parameters, mesh=mesh, device=device)
 
     def prepare(self, optimizer: Any, *, apart: bool, defers: bool = False) -> bool:
         """Lay out the gradients and the optimizer's tensors.
@@ -128,7 +128,6 @@ class Gradients:
 
     def close(self) -> None:
         """Detach from the module."""
-        self._images.close()
         self._release()
 
     def _release(self) -> None:
@@ -265,7 +264,8 @@ class Gradients:
             pass
         if self.stepped is not None:
             self.stepped.show()
-        self._images.remove_unused(self._parameters.values())
+        if self._store is not None:
+            self._unused.remove(self._store)
         for value, gradient in self._left.items():
             value.grad = gradient if value.grad is None else value.grad.add_(gradient)
         self._left = {}
@@ -285,12 +285,12 @@ class Gradients:
         return () if self._store is None else self._store.local()
 
     def unused(self) -> list[str]:
-        """Return the names of parameters to which no backward has given a gradient.
+        """Return the names of parameters that this replica has not used since the last step.
 
         Tied parameters are left out, because another stage may have used them.
         """
         unused = () if self._store is None else self._store.unused()
-        return sorted(self._parameters[parameter].name for parameter in unused)
+        return sorted(managed.name for managed in unused if not managed.placement.tied)
 
 
 def _gradients(tensors: Iterable[Tensor]) -> dict[Tensor, Tensor]:

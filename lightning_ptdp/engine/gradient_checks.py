@@ -150,7 +150,7 @@ class GradientChecks(StepObserver):
         if names and replicas.rank == 0 and tensor.rank == 0:
             warnings.warn(
                 f"no loss depends on {listed(names, _SHOWN)} (seen on rank "
-                f"{self._mesh.rank}). Their gradient is zero, so only weight decay changes "
+                f"{self._mesh.rank}). They keep their values unless another step or replica uses "
                 "them. If this is intended, freeze them with requires_grad=False",
                 stacklevel=2,
             )

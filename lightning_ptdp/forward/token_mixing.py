@@ -162,7 +162,9 @@ class TokenMixing(TorchFunctionMode):
         if not isinstance(other, Tensor) or min(x.dim(), other.dim()) < 3:
             return False
         n = self.tokens
-        return (x.size(-2), other.size(-1)) == (n, n) or (x.size(-1), other.size(-2)) == (n, n)
+        # Within attention the n columns of (..., s, n) are features of a head.
+        sums = (x.size(-1), other.size(-2)) == (n, n) and x.size(-2) % n > 0
+        return sums or (x.size(-2), other.size(-1)) == (n, n)
 
     def _is_hidden(self, x: object) -> bool:
         return has_tokens(x, self.tokens) and isinstance(x, Tensor) and x.dim() == 3

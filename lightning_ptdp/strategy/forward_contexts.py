@@ -55,6 +55,7 @@ def make_surroundings(
     tensor = mesh.group("tensor")
     shards = [] if parallel.shards is None else [parallel.shards]
     entries: list[Surrounding] = [*shards, _step_randomness(config, mesh, parallel, device)]
+    watches = config.compile == "none"
     if may_split_backward(config.schedule):
         entries.append(WeightGradients(parallel.casts))
     if config.recompute in ("full", "selective") and mesh.group("expert").size > 1:
@@ -66,6 +67,7 @@ def make_surroundings(
             sequence_dims=config.sequence_dims or {},
             needs_positions=config.context_parallel_positions,
             sequence_parallel_size=config.tensor_parallel_size if config.sequence_parallel else 1,
+            watches=watches,
             attending=[
                 stage
                 for stage, (start, stop) in enumerate(parallel.ranges or [(0, 1)])
@@ -92,7 +94,7 @@ def make_surroundings(
                 rank=tensor.rank, device=device, blocks=parallel.split_blocks, returns=returns
             )
         )
-    if config.sequence_parallel:
+    if config.sequence_parallel and watches:
         entries.append(SplitTokens(_local(_layers(parallel), parallel.module).values()))
     return Surroundings(entries)
 

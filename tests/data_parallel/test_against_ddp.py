@@ -24,13 +24,14 @@ GLOBAL_BATCH = 8
 
 
 class LitWithUnused(LitTiny):
-    """A module with an unused parameter.
-
-    It has no weight decay, so that a zero gradient changes it as little as a missing one."""
+    """A module with an unused parameter, which weight decay does not change."""
 
     def __init__(self):
         super().__init__(Run(count_tokens=False, ignore_padding=False, eager=True))
         self.unused = nn.Parameter(torch.ones(5))
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.5)
 
 
 def train(rank, world_size, layout):

@@ -1,8 +1,6 @@
 """Habits of users' LightningModules, each a mixin over hooks that Lightning documents.
 
-A run with a habit must train like a single process or be refused. No habit uses weight decay:
-unused parameters have zero gradients here (with a warning) but no gradients in a single process,
-so they would decay here only."""
+A run with a habit must train like a single process or be refused."""
 
 import random
 from collections.abc import Callable

@@ -1,0 +1,62 @@
+"""Gradients of parameters that no step has used since the optimizer's last step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_ptdp.data_parallel.gradient_store import GradientStore
+from lightning_ptdp.parameters.managed_parameter import ManagedParameters
+from lightning_ptdp.world.mesh import ProcessMesh
+
+__all__ = ["UnusedGradients"]
+
+
+class UnusedGradients:
+    """Removes the zero gradients of parameters that no rank has used.
+
+    An optimizer moves a parameter with a zero gradient by its momentum and decay. In one process
+    such a parameter has no gradient, and does not move.
+
+    Args:
+        parameters: This rank's parameters.
+        mesh: This rank's position and groups.
+        device: This rank's device.
+    """
+
+    def __init__(
+        self, parameters: ManagedParameters, *, mesh: ProcessMesh, device: torch.device
+    ) -> None:
+        # Stages may share a parameter; the ranks of a tensor group use the same ones.
+        has_stages = mesh.group("pipeline").size > 1
+        self._group = mesh.world if has_stages else mesh.group("replica_sum")
+        orders = [managed.order for managed in parameters.values()]
+        self._held = torch.zeros(max((m.among for m in parameters.values()), default=0))
+        self._held[orders] = 1
+        self._held = self._held.to(device, torch.uint8)
+        self._sent: tuple[Any, Tensor] | None = None
+
+    def remove(self, store: GradientStore) -> None:
+        """Remove the gradients of unused parameters before the optimizer's step.
+
+        Collective over the group. Only a rank with unused parameters waits for the others' answer.
+        """
+        unused = store.unused()
+        if self._group.size > 1:
+            used = self._held.clone()
+            if unused:
+                used[[managed.order for managed in unused]] = 0
+            group = self._group.handle
+            work = dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group, async_op=True)
+            self._sent = work, used  # in use until the next step
+            if not unused:
+                return
+            work.wait()
+            flags = used.tolist()
+            unused = [managed for managed in unused if not flags[managed.order]]
+        for managed in unused:
+            if managed.stepped is not None:
+                managed.stepped.grad = None
