@@ -30,9 +30,8 @@ class UnusedGradients:
     def __init__(
         self, parameters: ManagedParameters, *, mesh: ProcessMesh, device: torch.device
     ) -> None:
-        # Stages may share a parameter; the ranks of a tensor group use the same ones.
-        has_stages = mesh.group("pipeline").size > 1
-        self._group = mesh.world if has_stages else mesh.group("replica_sum")
+        # Stages and tensor ranks may share a parameter that only one of them uses.
+        self._group = mesh.world
         orders = [managed.order for managed in parameters.values()]
         self._held = torch.zeros(max((m.among for m in parameters.values()), default=0))
         self._held[orders] = 1
@@ -42,7 +41,7 @@ class UnusedGradients:
     def remove(self, store: GradientStore) -> None:
         """Remove the gradients of unused parameters before the optimizer's step.
 
-        Collective over the group. Only a rank with unused parameters waits for the others' answer.
+        Collective over the world. Only a rank with unused parameters waits for the others' answer.
         """
         unused = store.unused()
         if self._group.size > 1:

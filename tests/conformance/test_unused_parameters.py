@@ -96,3 +96,37 @@ def test_some_replicas_and_microbatches_lack_the_branch():
     assert (replicas.any(-1) & ~replicas.all(-1)).any()
     assert (~replicas.any(-1)).any()
     assert (used.any(-1) & ~used.all(-1)).any()
+
+
+class LitSkips(LitBranches):
+    """Replica r has the samples r, r + 2, ... and leaves out other blocks than the other replica."""
+
+    skipped: ClassVar[tuple[tuple[int, ...], ...]] = ((3,), (0, 1))
+
+    def training_step(self, batch, batch_idx):
+        place = self.trainer.strategy.distributed_sampler_kwargs
+        if place["num_replicas"] == 2:
+            return self.loss(batch, self.skipped[place["rank"]])
+        return (
+            self.loss(batch[::2], self.skipped[0]) + self.loss(batch[1::2], self.skipped[1])
+        ) / 2
+
+    def loss(self, batch, skipped):
+        x = batch
+        for number, block in enumerate(self.blocks):
+            if number not in skipped:
+                x = block(x)
+        return F.mse_loss(x, batch.flip(1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Skips(Run):
+    def make_module(self):
+        return LitSkips(USES["later"])
+
+
+@pytest.mark.parametrize(
+    "layout", [{}, {Z: "optimizer"}, {Z: "parameters", "reshard_after": "step"}]
+)
+def test_replicas_that_skip_different_blocks_match_single_process(layout, parity):
+    parity.check(Skips(), (2, layout))

@@ -77,3 +77,12 @@ def test_unsupported_encoder_decoder_is_refused_before_launch(options, degrees, 
     module = LitHuggingFace(Run(model="bart", options=options, eager=True))
     with raises_with(words):
         check_model(module, config, config.layout(world_size))
+
+
+def test_layers_skipped_at_random_need_all_shards_gathered_before():
+    module = LitHuggingFace(Run(model="bart", options=(("encoder_layerdrop", 0.1),), eager=True))
+    config = PTDPConfig(shard="parameters")
+    with raises_with(["layerdrop=0.1", "replicas must gather the same", "reshard_after='step'"]):
+        check_model(module, config, config.layout(2))
+    for config in (PTDPConfig(shard="parameters", reshard_after="step"), PTDPConfig()):
+        check_model(module, config, config.layout(2))

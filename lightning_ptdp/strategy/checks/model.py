@@ -68,7 +68,7 @@ def check_model(
     """
     check_quantized(module, config, layout)
     blocks_stay = config.recompute == "none" and config.compile != "blocks" and config.fp8 is None
-    if not layout.divides_model and blocks_stay:
+    if not layout.divides_model and blocks_stay and config.shared(layout) != "parameters":
         return None
     if CUT_MARK in vars(module):
         raise ValueError(
@@ -77,6 +77,9 @@ def check_model(
             "it under another Trainer"
         )
     whole = whole_model(module, config) if whole is None else whole
+    check_skipped_layers(whole, config, layout)
+    if not layout.divides_model and blocks_stay:
+        return None
     check_libraries(whole)
     check_quantized(whole, config, layout)
     hooked = [
@@ -115,7 +118,6 @@ def check_model(
     known_parts: KnownParts | None = None
     if layout.pipeline_parallel_size > 1:
         plan.check_pipeline()
-        check_skipped_layers(whole)
         known_parts = KnownParts.of(whole, plan)
         parts = known_parts.parts
         blocks = parts.blocks

@@ -173,16 +173,21 @@ def check_compiled(model: nn.Module, layout: ParallelLayout) -> None:
             )
 
 
-def check_skipped_layers(model: nn.Module) -> None:
+def check_skipped_layers(model: nn.Module, config: PTDPConfig, layout: ParallelLayout) -> None:
+    if layout.pipeline_parallel_size > 1:
+        reason = "pipeline stages wait for each other's layers", "pipeline_parallel_size=1"
+    elif config.shared(layout) == "parameters" and config.reshards_after == "block":
+        reason = "all replicas must gather the same layers", "reshard_after='step'"
+    else:
+        return
     for name, module in model.named_modules():
         for holder in (module, getattr(module, "config", None)):
             value = getattr(holder, "layerdrop", 0.0)
             if isinstance(value, float) and value > 0:
                 raise ValueError(
                     f"'{name or type(module).__name__}' skips layers at random "
-                    f"(layerdrop={value}), but pipeline stages wait for each other's layers. "
-                    "Build it with layerdrop=0.0 (encoder_layerdrop, decoder_layerdrop), or "
-                    "use pipeline_parallel_size=1"
+                    f"(layerdrop={value}), but {reason[0]}. Build it with layerdrop=0.0 "
+                    f"(encoder_layerdrop, decoder_layerdrop), or use {reason[1]}"
                 )
 
 
