@@ -119,10 +119,12 @@ class TokenMixing(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(function, "__name__", "")
-        if self.tokens and name not in self._allowed and self._mixes(name, args, kwargs):
+        options = dict(kwargs)
+        values = args or ([options.pop("input")] if "input" in options else [])
+        if self.tokens and name not in self._allowed and self._mixes(name, values, options):
             line = calling_line(_is_ours)
             if line is not None:
-                first = next(iterate_tensors(args))
+                first = next(iterate_tensors(values))
                 raise self._refusal(f"{line} calls {name} on a tensor {tuple(first.shape)}")
         return function(*args, **kwargs)
 
@@ -144,15 +146,16 @@ class TokenMixing(TorchFunctionMode):
             dims = named_dims(name, args, kwargs)
             return 1 in dims and len(dims) < x.dim() and self._has_tokens(x)
         unclear = self.tokens in self._sizes
+        second = next(iter((*args[1:], *kwargs.values())), None)
         if name in _ALONG_LAST.split():
-            window = args[1].size(-1) if name == "conv1d" else 2
+            window = second.size(-1) if isinstance(second, Tensor) else 2
             return x.dim() == 3 and x.size(-1) == self.tokens and window > 1 and not unclear
         if name in _PRODUCTS and not unclear:
-            return self._contracts(x, args[1])
+            return self._contracts(x, second)
         if name == "pad" and self._is_hidden(x):
-            return any(kwargs.get("pad", args[1] if len(args) > 1 else ())[2:4])
+            return isinstance(second, Sequence) and any(second[2:4])
         if name == "__getitem__" and self._is_hidden(x):
-            return _selects_tokens(args[1])
+            return _selects_tokens(second)
         if name == ATTENTION:
             return x.size(-2) == self.tokens
         return name in _RECURRENT and self.tokens in x.shape

@@ -199,6 +199,9 @@ CALLS = {
     "scores": lambda x: x @ x.transpose(1, 2),
     "einsum": lambda x: torch.einsum("bsh,bs->bh", x, x[..., 0]),
     "conv1d": lambda x: F.conv1d(x.transpose(1, 2), x.new_ones(WIDTH, WIDTH, 3)),
+    "conv1d by name": lambda x: F.conv1d(
+        input=x.transpose(1, 2), weight=x.new_ones(WIDTH, WIDTH, 3), bias=None
+    ),
     "pool": lambda x: F.adaptive_avg_pool1d(x.transpose(1, 2), 1),
     "instance_norm": lambda x: F.instance_norm(x.transpose(1, 2)),
     "lstm": lambda x: nn.LSTM(WIDTH, WIDTH, batch_first=True)(x),
