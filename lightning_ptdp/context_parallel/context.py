@@ -154,7 +154,7 @@ class ContextParallel(Surrounding):
                 "the whole sequence. Use these, or context_parallel_size=1"
             ),
             sizes=self._sizes,
-            allowed=("sum", "mean", "__getitem__", ATTENTION),
+            allowed=("sum", "mean", "__getitem__", *ATTENTION),
             tokens=tokens,
         )
 
@@ -202,7 +202,7 @@ class ContextParallel(Surrounding):
             documents=self._documents(batch),
             padding=_given(local, "attention_mask"),
             known=None if known is None else known_mask(pos_ids.device),
-            samples=next(iterate_tensors(local)).size(0),
+            samples=max(tensor.size(0) for tensor in iterate_tensors(local) if tensor.dim()),
             attention=SlicedAttention(
                 distributed=ATTENTIONS[self.attention](self.group),
                 length=length,

@@ -43,7 +43,7 @@ _ALONG_LAST = (
 _RECURRENT = frozenset(("lstm", "gru", "rnn_tanh", "rnn_relu"))
 _PRODUCTS = frozenset(("matmul", "__matmul__", "bmm"))
 _JOINS = frozenset(("cat", "concat", "concatenate"))
-ATTENTION = "scaled_dot_product_attention"
+ATTENTION = ("scaled_dot_product_attention", "multi_head_attention_forward")
 
 
 def named_dims(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
@@ -156,8 +156,10 @@ class TokenMixing(TorchFunctionMode):
             return isinstance(second, Sequence) and any(second[2:4])
         if name == "__getitem__" and self._is_hidden(x):
             return _selects_tokens(second)
-        if name == ATTENTION:
+        if name == ATTENTION[0]:
             return x.size(-2) == self.tokens
+        if name == ATTENTION[1]:
+            return x.size(0) == self.tokens
         return name in _RECURRENT and self.tokens in x.shape
 
     def _contracts(self, x: Tensor, other: object) -> bool:

@@ -8,9 +8,9 @@ parts of matrices. While a step runs, these are refused:
 - a loop over modules, if the code around it names an attribute such as ``weight``;
 - in the first step of a kind, a number computed from a matrix of which the rank has a part.
 
-``state_dict()`` is refused where it is saved, in hooks and after ``fit``: the file would have a part of
-the model, which nothing shows. In other hooks, ``zip`` over parameters of a pipeline stage is refused, and a loop in code that
-computes norms or sums causes a warning.
+``state_dict()`` is refused where it is saved, in hooks and after ``fit``: the file would have a part
+of the model, which nothing shows. In other hooks, ``zip`` over parameters of a pipeline stage is
+refused, and a loop in code that computes norms or sums causes a warning.
 
 Whatever runs inside the forward of a module is allowed: a layer computes with its part. So are loops
 of libraries, such as optimizers and Lightning, outside of the steps.

@@ -207,6 +207,7 @@ CALLS = {
     "lstm": lambda x: nn.LSTM(WIDTH, WIDTH, batch_first=True)(x),
     "first token": lambda x: x[:, 0],
     "shift": lambda x: x[:, 1:],
+    "nn.MultiheadAttention": lambda x: nn.MultiheadAttention(WIDTH, 2, batch_first=True)(x, x, x),
     "attention": lambda x: F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None]),
 }
 TOKENWISE = {
