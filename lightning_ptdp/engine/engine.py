@@ -134,7 +134,11 @@ class Engine:
         )
         self._accumulated = False  # the previous batch did not complete an optimizer step
         self._replicas_in_step = mesh.group("replicas").size > 1
-        self._unscope = scope_metrics(module, mesh) if mesh.layout.divides_model else lambda: None
+        self._unscope = (
+            scope_metrics(module, mesh, self._metrics.is_whole)
+            if mesh.layout.divides_model
+            else lambda: None
+        )
 
     def close(self) -> None:
         """Detach from the module."""

@@ -1,26 +1,42 @@
 """torchmetrics objects under model parallelism.
 
-Their states are summed over replicas only, and their values are those of the batch.
+Their states are summed over replicas only, and their values are those of the batch. Context ranks
+have the same samples: their states are summed too if a step updates a metric with the tokens of its
+slice, but not if it does so with values of samples, nor if a hook updates it with whole outputs.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import nn
 
+from lightning_ptdp.attention import ContextParallelError
+from lightning_ptdp.base.nested import iterate_tensors
+from lightning_ptdp.forward.surroundings import BatchPart
+from lightning_ptdp.forward.token_mixing import has_tokens
 from lightning_ptdp.world.mesh import Group, ProcessMesh
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
 
+_WHOLE = "_is_of_whole_samples"
+"""Attribute of a metric, which pipeline stages share as they share its state."""
+
+
 def _never() -> bool:
     """Return False: a metric with a single replica has no other rank to sum with."""
     return False
+
+
+def _always() -> bool:
+    """Return True: the other ranks of the metric's group have other slices."""
+    return True
 
 
 def _metrics(module: nn.Module) -> Iterator[Metric]:
@@ -29,29 +45,107 @@ def _metrics(module: nn.Module) -> Iterator[Metric]:
     return (child for child in module.modules() if isinstance(child, Metric))
 
 
-def scope_metrics(module: nn.Module, mesh: ProcessMesh) -> Callable[[], None]:
+def _collected(module: nn.Module) -> dict[int, list[Metric]]:
+    """Return the members of the collection of each metric, by the metric's identity."""
+    from torchmetrics import MetricCollection
+
+    collections = [
+        [*_metrics(child)] for child in module.modules() if isinstance(child, MetricCollection)
+    ]
+    return {id(metric): members for members in collections for metric in members}
+
+
+def scope_metrics(
+    module: nn.Module, mesh: ProcessMesh, is_whole: Callable[[tuple[object, ...]], bool]
+) -> Callable[[], None]:
     """Make the module's metrics sum over the replicas instead of the world.
 
-    The ranks of a replica hold equal states.
+    Args:
+        module: The LightningModule, this rank's part.
+        mesh: This rank's groups.
+        is_whole: Returns True if all ranks of a replica update a metric with the same values.
 
     Returns:
         A function that undoes it. It is needed because a metric that holds a process group can
         neither be copied nor pickled.
     """
     group = mesh.group("replica_sum")
-    saved = [(m, m.process_group, m.distributed_available_fn) for m in _metrics(module)]
-    for metric, own_group, _ in saved:
-        if own_group is None:
-            metric.process_group = group.handle
-            if group.size == 1:
-                metric.distributed_available_fn = _never
+    saved = [(m, m.process_group, m.distributed_available_fn, m.update) for m in _metrics(module)]
+    peers = _collected(module)
+    for metric, own_group, available, update in saved:
+        if own_group is not None:
+            continue
+        metric.process_group = group.handle
+        if mesh.group("context").size > 1:
+            scope = _Scope(
+                metric=metric,
+                peers=peers.get(id(metric), [metric]),
+                groups={True: mesh.group("replicas"), False: group},
+                available=available,
+                own_update=update,
+                is_whole=is_whole,
+            )
+            vars(metric)[_WHOLE] = False
+            vars(metric)["update"] = scope.update
+            metric.distributed_available_fn = scope.is_available
+        elif group.size == 1:
+            metric.distributed_available_fn = _never
 
     def undo() -> None:
-        for metric, own_group, available in saved:
+        for metric, own_group, available, update in saved:
             metric.process_group = own_group
             metric.distributed_available_fn = available
+            vars(metric)["update"] = update
+            vars(metric).pop(_WHOLE, None)
 
     return undo
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _Scope:
+    """Choice of the ranks that sum a metric's states, by the values of its updates.
+
+    Attributes:
+        metric: The metric.
+        peers: It, or all metrics of its collection, which share states.
+        groups: Groups of ranks, by whether the values are those of whole samples.
+        available: The metric's ``distributed_available_fn``.
+        own_update: Its ``update``.
+        is_whole: As in ``scope_metrics``.
+    """
+
+    metric: Metric
+    peers: Sequence[Metric]
+    groups: Mapping[bool, Group]
+    available: Callable[[], bool]
+    own_update: Callable[..., None]
+    is_whole: Callable[[tuple[object, ...]], bool]
+
+    def __deepcopy__(self, memo: object) -> _Scope:
+        """Return itself: process groups cannot be copied."""
+        return self
+
+    def update(self, *args: object, **kwargs: object) -> None:
+        """Update the metric.
+
+        Raises:
+            ContextParallelError: Earlier updates were with values of the other kind.
+        """
+        whole = self.is_whole((args, kwargs))
+        if any(peer.update_count for peer in self.peers) and vars(self.metric)[_WHOLE] != whole:
+            raise ContextParallelError(
+                f"{type(self.metric).__name__} is updated with tokens of a slice and with values of "
+                "whole samples, which context ranks sum differently. Use one metric for each"
+            )
+        for peer in self.peers:
+            vars(peer)[_WHOLE] = whole
+        self.own_update(*args, **kwargs)
+
+    def is_available(self) -> bool:
+        """Return True if the states are summed, and choose the ranks; called before."""
+        group = self.groups[vars(self.metric)[_WHOLE]]
+        self.metric.process_group = group.handle
+        return group.size > 1 and self.available()
 
 
 class BatchMetrics:
@@ -69,6 +163,7 @@ class BatchMetrics:
         # Keyed by identity: metrics compare and hash by their states.
         self._metrics = {id(metric): metric for metric in _metrics(module)}
         self._context = context
+        self._part: BatchPart | None = None
         self._copies: dict[int, Metric] = {}
         self._called: dict[int, None] = {}
         self._busy = False
@@ -78,8 +173,9 @@ class BatchMetrics:
         return self
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Record metric calls during the step on one microbatch."""
+    def watching(self, part: BatchPart | None = None) -> Iterator[None]:
+        """Record metric calls during the step on one microbatch, or on ``part`` of it."""
+        self._part = part
         handles = [
             metric.register_forward_hook(self._forwarded, with_kwargs=True)
             for metric in self._metrics.values()
@@ -87,8 +183,21 @@ class BatchMetrics:
         try:
             yield
         finally:
+            self._part = None
             for handle in handles:
                 handle.remove()
+
+    def is_whole(self, values: object) -> bool:
+        """Return True if a metric gets values of whole samples: outside of steps, or one per sample.
+
+        Other numbers in a step are those of a slice.
+        """
+        part = self._part
+        tensors = [tensor for tensor in iterate_tensors(values) if tensor.dim()]
+        if part is None or not tensors:
+            return part is None
+        tokens = part.length // part.group.size
+        return all(t.size(0) == part.samples and not has_tokens(t, tokens) for t in tensors)
 
     def settle(self) -> None:
         """Set the values of the called metrics to those of the whole batch.
@@ -110,17 +219,19 @@ class BatchMetrics:
         self._busy = True
         try:
             if key not in self._copies:
-                self._copies[key] = self._empty_copy(metric)
+                whole = self.is_whole((args, kwargs))
+                self._copies[key] = self._empty_copy(metric, whole=whole)
             self._called[key] = None
             self._copies[key].update(*args, **kwargs)
         finally:
             self._busy = False
 
-    def _empty_copy(self, metric: Metric) -> Metric:
+    def _empty_copy(self, metric: Metric, *, whole: bool) -> Metric:
         # Process groups and values with a graph cannot be copied; states need not be.
         memo: dict[int, object] = {}
         for inner in _metrics(metric):
-            for value in (inner.process_group, inner._forward_cache, inner._computed):
+            held = inner.process_group, inner.distributed_available_fn
+            for value in (*held, inner._forward_cache, inner._computed):
                 memo[id(value)] = None
             memo |= {
                 id(getattr(inner, name)): copy.deepcopy(default)
@@ -131,8 +242,9 @@ class BatchMetrics:
             if metric.dist_sync_on_step:
                 inner.process_group = original.process_group
                 inner.distributed_available_fn = original.distributed_available_fn
-            elif self._context.size > 1:
+            elif self._context.size > 1 and not whole:
                 inner.process_group = self._context.handle
+                inner.distributed_available_fn = _always
             else:
                 inner.distributed_available_fn = _never
         fresh.reset()

@@ -222,7 +222,7 @@ class LightningJob(StepJob):
             if self._before is None and self.stages > 1:
                 self._before = StepState(self.owners)
             several = self.count > 1 or forward.part is not None
-            with self.metrics.watching() if several else contextlib.nullcontext():
+            with self.metrics.watching(forward.part) if several else contextlib.nullcontext():
                 yield
             return
         before = StepState(self.owners)

@@ -36,6 +36,10 @@ class BatchPart(Protocol):
         """Return the group of the ranks with the other parts."""
 
     @property
+    def samples(self) -> int:
+        """Return the number of samples of the microbatch."""
+
+    @property
     def num_targets(self) -> Tensor | None:
         """Return the number of labels of this part, () int64, if the batch has labels."""
 

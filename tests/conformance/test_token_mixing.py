@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torchmetrics import MetricCollection, SumMetric
+from torchmetrics.classification import MulticlassRecall, MulticlassStatScores
 
 from lightning_ptdp import ParallelPlan
 from lightning_ptdp.attention import ContextParallelError
@@ -156,6 +158,91 @@ def test_masked_mean_equals_single_process_in_layouts(name, parity):
         "p2 c2": (4, {P: 2, C: 2, M: 2}),
     }
     parity.check(Run(kind="masked mean"), layouts[name])
+
+
+# ---- metrics -------------------------------------------------------------------------------------
+
+
+def of_classes(**options):
+    return MulticlassStatScores(CLASSES, average="micro", **options)
+
+
+class LitMeasured(LitTokens):
+    """Counts samples and tokens, in the step and in a hook."""
+
+    def __init__(self) -> None:
+        super().__init__(same, None)
+        self.samples, self.batches, self.called = of_classes(), of_classes(), of_classes()
+        self.both = MetricCollection({"one": of_classes(), "two": MulticlassRecall(CLASSES)})
+        self.words = MulticlassStatScores(VOCABULARY, average="micro")
+        self.number = SumMetric()
+
+    def training_step(self, batch, batch_idx):
+        x = self.tokens(batch["ids"]) + self.places(batch["position_ids"])
+        for block in self.blocks:
+            x = block(x)
+        scores, words = self.classifier(x.mean(1)), self.head(x)
+        classes = batch["label"] % CLASSES
+        self.samples.update(scores, classes)
+        self.both.update(scores, classes)
+        self.words.update(words.flatten(0, 1), batch["labels"].flatten())
+        self.number.update(batch["ids"].numel())
+        self.called(scores, classes)
+        loss = F.cross_entropy(scores, classes)
+        return {"loss": loss, "scores": scores, "classes": classes}
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.batches.update(outputs["scores"], outputs["classes"])
+
+    def on_train_epoch_end(self):
+        both = self.both.compute()
+        self.log("number", self.number.compute())
+        self.log("recall", both["two"].double())
+        counts = {
+            "samples": self.samples,
+            "called": self.called,
+            "words": self.words,
+            "batches": self.batches,
+        }
+        values = {name: metric.compute() for name, metric in counts.items()}
+        for name, value in (values | {"one": both["one"]}).items():
+            for index in (0, 1, 4):  # true positives, false positives, samples
+                self.log(f"{name}_{index}", value[index].double())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured(Run):
+    def make_module(self):
+        return LitMeasured()
+
+
+@pytest.mark.parametrize("name", ["c2", "c2 m2", "c2 p2", "c2 d2"])
+def test_metrics_count_samples_and_tokens_once(name, parity):
+    layouts = {
+        "c2": (2, {C: 2}),
+        "c2 m2": (2, {C: 2, M: 2}),
+        "c2 p2": (4, {C: 2, P: 2, M: 2}),
+        "c2 d2": (4, {C: 2}),
+    }
+    parity.check(Measured(), layouts[name])
+
+
+def mixes_kinds(rank):
+    class LitMixed(LitMeasured):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            self.words.update(torch.tensor([1]), torch.tensor([1]))
+
+    run = Measured(layout={C: 2}, world_size=2)
+    trainer = run.make_trainer()
+    with pytest.raises(ContextParallelError, match="Use one metric for each"):
+        trainer.fit(LitMixed(), *run.make_loaders(trainer))
+
+
+def test_metric_of_samples_and_tokens_is_refused(pool):
+    pool.run(mixes_kinds, world_size=2)
+
+
+# ---- labels --------------------------------------------------------------------------------------
 
 
 def ignoring_step(rank, layout, size):
