@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,7 @@ class UnusedGradients:
         self._held = torch.zeros(max((m.among for m in parameters.values()), default=0))
         self._held[orders] = 1
         self._held = self._held.to(device, torch.uint8)
-        self._sent: tuple[Any, Tensor] | None = None
+        self._wait: Callable[[], object] = bool  # for the last exchange
 
     def remove(self, store: GradientStore) -> None:
         """Remove the gradients of unused parameters before the optimizer's step.
@@ -45,17 +45,26 @@ class UnusedGradients:
         """
         unused = store.unused()
         if self._group.size > 1:
-            used = self._held.clone()
-            if unused:
-                used[[managed.order for managed in unused]] = 0
-            group = self._group.handle
-            work = dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group, async_op=True)
-            self._sent = work, used  # in use until the next step
+            used = self._exchange([managed.order for managed in unused])
             if not unused:
                 return
-            work.wait()
-            flags = used.tolist()
+            flags = used().tolist()
             unused = [managed for managed in unused if not flags[managed.order]]
         for managed in unused:
             if managed.stepped is not None:
                 managed.stepped.grad = None
+
+    def _exchange(self, unused: list[int]) -> Callable[[], Tensor]:
+        """Start to exchange which parameters are used; return a function that waits for it."""
+        self._wait()  # the memory of the last exchange can now be given away
+        used = self._held.clone()
+        if unused:
+            used[unused] = 0
+        work = dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self._group.handle, async_op=True)
+
+        def wait() -> Tensor:
+            work.wait()
+            return used
+
+        self._wait = wait
+        return wait

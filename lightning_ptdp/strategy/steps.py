@@ -83,7 +83,8 @@ class StepHooks(CheckpointHooks):
             return plugin.post_backward(closure_loss, module)
         if self.config.runs_backward:
             closure_loss = plugin.pre_backward(closure_loss, module)
-            self.engine.gradients.show()
+            with self._during("step"), self.run.watchdog.counting(OTHER_REPLICAS):
+                self.engine.gradients.show()
         else:
             closure_loss = plugin.pre_backward(
                 self.engine.optimization.scaled(closure_loss), module
