@@ -1,10 +1,17 @@
-"""Modes that replace or observe the torch functions called by code that is not ours."""
+"""Modes that replace or observe the torch functions called by code that is not ours.
+
+Some functions help to interpret a call: its dimensions, and the line that made it.
+"""
 
 from __future__ import annotations
 
+import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -85,3 +92,50 @@ class PartialValues(TorchFunctionMode):
             raise self._refusal(self._names[parts[0]], getattr(func, "__name__", str(func)))
         self._names[result] = self._names[parts[0]]
         return parts[0] if alike is None else alike
+
+
+# ---- Interpretation of a call --------------------------------------------------------------------
+
+_FIRST = (
+    "all amax amin any argmax argmin argsort count_nonzero cummax cummin cumprod cumsum flip "
+    "log_softmax logcumsumexp logsumexp max mean median min mode nanmean nansum prod softmax sort "
+    "std std_mean sum unbind var var_mean"
+)
+_SECOND = "diff kthvalue linalg_vector_norm norm normalize quantile topk"
+_DIM_AT = {**dict.fromkeys(_FIRST.split(), 1), **dict.fromkeys(_SECOND.split(), 2)}
+"""Functions along dimensions -> position of the argument that names them."""
+_LAST_BY_DEFAULT = frozenset(("argsort", "diff", "kthvalue", "mode", "sort", "topk"))
+
+
+def named_dims(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the dimensions along which a function works, counted from 0.
+
+    Empty if it works on all of them, or is not a function along dimensions.
+    """
+    at = _DIM_AT.get(name)
+    if at is None or not args or not isinstance(args[0], Tensor):
+        return ()
+    default = -1 if name in _LAST_BY_DEFAULT else None
+    named = kwargs.get("dim", kwargs.get("dims", kwargs.get("axis", default)))
+    if len(args) > at:
+        named = args[at]
+    dims = named if isinstance(named, tuple | list) else (named,)
+    count = max(args[0].dim(), 1)
+    return tuple(dim % count for dim in dims if type(dim) is int)
+
+
+def calling_line(ignored: Callable[[FrameType], bool] = lambda frame: False) -> str | None:
+    """Return the file and line of the innermost code outside of torch and this package's modes.
+
+    The result is None if that code is to be ``ignored``.
+    """
+    torch_folder = os.path.dirname(torch.__file__) + os.sep
+    frame = inspect.currentframe()
+    while frame is not None and (
+        frame.f_code.co_filename.startswith((torch_folder, __file__))
+        or frame.f_code.co_name == "__torch_function__"
+    ):
+        frame = frame.f_back
+    if frame is None or ignored(frame):
+        return None
+    return f"{os.path.basename(frame.f_code.co_filename)}, line {frame.f_lineno},"

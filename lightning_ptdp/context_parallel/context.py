@@ -34,7 +34,8 @@ from lightning_ptdp.context_parallel.sequence_batch import (
 )
 from lightning_ptdp.context_parallel.slice_functions import SliceFunctions
 from lightning_ptdp.forward.surroundings import Context, Contexts, Forward, Surrounding
-from lightning_ptdp.forward.token_mixing import ATTENTION, TokenMixing, feature_sizes, may_watch
+from lightning_ptdp.forward.token_mixing import ATTENTION, TokenMixing, feature_sizes
+from lightning_ptdp.shims.torch import has_compiled_parts
 from lightning_ptdp.world.mesh import Group
 
 
@@ -143,15 +144,20 @@ class ContextParallel(Surrounding):
     def _watch(self, forward: Forward, tokens: int) -> Context:
         kind = (forward.hook, forward.stage)
         module = self._module
-        if module is None or not self.watches or kind in self._watched or not may_watch(module):
+        if (
+            module is None
+            or not self.watches
+            or kind in self._watched
+            or has_compiled_parts(module)
+        ):
             return contextlib.nullcontext()
         self._watched.add(kind)
         return TokenMixing(
             lambda call: ContextParallelError(
                 f"{call}, which combines tokens, but each of {self.group.size} context ranks has a "
                 f"slice of {tokens} tokens. Only torch.nn.functional.scaled_dot_product_attention "
-                "(Hugging Face: attn_implementation='sdpa'), x.sum(1) and x.mean(1) of (b, s, h) cover "
-                "the whole sequence. Use these, or context_parallel_size=1"
+                "(Hugging Face: attn_implementation='sdpa'), x.sum(1) and x.mean(1) of (b, s, h) "
+                "cover the whole sequence. Use these, or context_parallel_size=1"
             ),
             sizes=self._sizes,
             allowed=("sum", "mean", "__getitem__", *ATTENTION),

@@ -36,8 +36,8 @@ from lightning_ptdp.attention import (
     intercepted,
     shard_sequence,
 )
-from lightning_ptdp.base.function_replacement import Replacing
-from lightning_ptdp.forward.token_mixing import has_tokens, named_dims
+from lightning_ptdp.base.function_replacement import Replacing, named_dims
+from lightning_ptdp.forward.token_mixing import has_tokens
 from lightning_ptdp.tensor_parallel.collectives import total
 from lightning_ptdp.world.mesh import Group
 
@@ -70,7 +70,7 @@ class SliceFunctions:
     attention: SlicedAttention
     group: Group
     length: int
-    samples: int = 0
+    samples: int = 1
     shifts: ContextParallelError | None = None
     draws_alike: Callable[[], bool] = bool
 
@@ -151,7 +151,7 @@ class SliceFunctions:
             "token can be selected. Use context_parallel_size=1"
         )
 
-    # ---- sums over time ----------------------------------------------------------------------------
+    # ---- sums over time --------------------------------------------------------------------------
 
     def _reduce(self, reduce: _Function, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         local = reduce(x, *args, **kwargs)
@@ -165,20 +165,23 @@ class SliceFunctions:
         """Return True for a reduction of hidden states (b, s/c, h) over time.
 
         Raises:
-            ContextParallelError: It reduces (b, s/c), which may mean the whole sequence, for a score
-                of each sample, or this rank's tokens, for the divisor of a mean.
+            ContextParallelError: It reduces (b, s/c), which may mean the whole sequence, for a
+                score of each sample, or this rank's tokens, for the divisor of a mean.
         """
         tokens = self.length // self.group.size
-        if has_tokens(x, tokens) and x.dim() == 2 and x.size(0) in (self.samples, 2 * self.samples):
+        if not has_tokens(x, tokens):
+            return False
+        # A row per token has features. There may be several rows per sample, as in pairs.
+        if x.dim() == 2 and x.size(0) % self.samples == 0 and x.size(0) < self.samples * tokens:
             raise ContextParallelError(
-                f"the step computes the {name} over dimension 1 of a tensor {tuple(x.shape)}, but each "
-                f"of {self.group.size} context ranks has a slice of {tokens} tokens. Write "
-                f"x.unsqueeze(-1).{name}(1).squeeze(-1) for the {name} over whole sequences, x.sum() "
-                "and x.mean() for a loss over the rank's tokens, and x.unsqueeze(1)"
+                f"the step computes the {name} over dimension 1 of a tensor {tuple(x.shape)}, but "
+                f"each of {self.group.size} context ranks has a slice of {tokens} tokens. Write "
+                f"x.unsqueeze(-1).{name}(1).squeeze(-1) for the {name} over whole sequences, "
+                "x.sum() and x.mean() for a loss over the rank's tokens, and x.unsqueeze(1)"
                 f".{name}(-1).squeeze(1) if the dimension has features. Or use "
                 "context_parallel_size=1"
             )
-        return has_tokens(x, tokens) and x.dim() == 3
+        return x.dim() == 3
 
     # ---- shifts along time -----------------------------------------------------------------------
 

@@ -134,8 +134,8 @@ class _Scope:
         whole = self.is_whole((args, kwargs))
         if any(peer.update_count for peer in self.peers) and vars(self.metric)[_WHOLE] != whole:
             raise ContextParallelError(
-                f"{type(self.metric).__name__} is updated with tokens of a slice and with values of "
-                "whole samples, which context ranks sum differently. Use one metric for each"
+                f"{type(self.metric).__name__} is updated with tokens of a slice and with values "
+                "of whole samples, which context ranks sum differently. Use one metric for each"
             )
         for peer in self.peers:
             vars(peer)[_WHOLE] = whole
@@ -188,9 +188,10 @@ class BatchMetrics:
                 handle.remove()
 
     def is_whole(self, values: object) -> bool:
-        """Return True if a metric gets values of whole samples: outside of steps, or one per sample.
+        """Return True if a metric gets values of whole samples.
 
-        Other numbers in a step are those of a slice.
+        It does outside of steps, and from tensors with a row per sample. Other numbers in a step
+        are those of a slice.
         """
         part = self._part
         tensors = [tensor for tensor in iterate_tensors(values) if tensor.dim()]

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_ptdp.base.errors import listed
+from lightning_ptdp.base.function_replacement import calling_line, named_dims
 from lightning_ptdp.base.nested import Nested, batch_size, named_tensors
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.engine.step_state import Owner, StepState
 from lightning_ptdp.forward.surroundings import Context
-from lightning_ptdp.forward.token_mixing import calling_line, may_watch, named_dims
 from lightning_ptdp.shims.lightning import LightningModule
+from lightning_ptdp.shims.torch import has_compiled_parts
 from lightning_ptdp.world.mesh import ProcessMesh
 
 if TYPE_CHECKING:
@@ -36,10 +37,11 @@ _THROUGH = frozenset(
     ("AddBackward0", "ToCopyBackward0", "AliasBackward0", "ViewBackward0", "SqueezeBackward0")
 )
 _SCALED = _THROUGH | {"DivBackward0", "MulBackward0", "MeanBackward0", "StackBackward0"}
-_REDUCING = (
-    "amax amin log_softmax logsumexp max mean median min norm normalize prod softmax std std_mean sum "
-    "var var_mean"
+_NAMES = (
+    "amax amin log_softmax logsumexp max mean median min norm normalize prod softmax std std_mean "
+    "sum var var_mean"
 )
+_REDUCING = frozenset(_NAMES.split())
 """Functions that reduce dimensions."""
 _DIVISORS = MappingProxyType(
     {
@@ -191,7 +193,7 @@ def watch_samples(module: nn.Module, samples: int, *, replicas: bool) -> Iterato
         samples: Number of samples of the microbatch, or of a replica's batch.
         replicas: Whether only replicas divide the batch.
     """
-    if not may_watch(module):
+    if has_compiled_parts(module):
         yield
         return
     reductions = _Reductions(samples)
@@ -229,7 +231,7 @@ class _Reductions(TorchFunctionMode):
         name = getattr(function, "__name__", "")
         if (
             self.place is None
-            and name in _REDUCING.split()
+            and name in _REDUCING
             and 0 in (dims := named_dims(name, args, kwargs))
             and len(dims) < args[0].dim()
             and len(args[0]) == self._samples > 1
@@ -294,9 +296,9 @@ def warn_of_divisors(divisors: Sequence[Tensor | None]) -> None:
         max(values, key=abs)
     ):
         warnings.warn(
-            "the loss is divided by a number that differs between microbatches, such as the sum of a "
-            f"mask or of class weights ({min(values):g} to {max(values):g}), but all microbatches have the "
-            "same weight. Return a dictionary with the mean as 'loss' and this number as "
+            "the loss is divided by a number that differs between microbatches, such as the sum of "
+            f"a mask or of class weights ({min(values):g} to {max(values):g}), but all microbatches "
+            "have the same weight. Return a dictionary with the mean as 'loss' and this number as "
             f"'num_tokens' ({_PAGE})",
             stacklevel=2,
         )

@@ -11,78 +11,42 @@ A tensor has this rank's tokens if its shape says so: (b, n, h) or (b, n) with n
 from __future__ import annotations
 
 import contextlib
-import inspect
-import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_ptdp.base.function_replacement import PartialModelError
+from lightning_ptdp.base.function_replacement import PartialModelError, calling_line, named_dims
 from lightning_ptdp.base.nested import iterate_tensors
 from lightning_ptdp.forward.surroundings import Context, Forward, Surrounding
-from lightning_ptdp.shims.lightning import is_compiled as is_compiled_module
-from lightning_ptdp.shims.torch import is_compiled
+from lightning_ptdp.shims.torch import has_compiled_parts
 
-_FIRST = (
-    "all amax amin any argmax argmin argsort count_nonzero cummax cummin cumprod cumsum flip "
-    "log_softmax logcumsumexp logsumexp max mean median min mode nanmean nansum prod softmax sort "
-    "std std_mean sum unbind var var_mean"
-)
-_SECOND = "diff kthvalue linalg_vector_norm norm normalize quantile topk"
-_DIM_AT = {**dict.fromkeys(_FIRST.split(), 1), **dict.fromkeys(_SECOND.split(), 2)}
-"""Functions along dimensions -> position of the argument that names them."""
-_LAST_BY_DEFAULT = frozenset(("argsort", "diff", "kthvalue", "mode", "sort", "topk"))
-_ALONG_LAST = (
-    "adaptive_avg_pool1d adaptive_max_pool1d avg_pool1d batch_norm conv1d instance_norm "
-    "interpolate max_pool1d"
+_ALONG_LAST = frozenset(
+    (
+        "adaptive_avg_pool1d",
+        "adaptive_max_pool1d",
+        "avg_pool1d",
+        "batch_norm",
+        "conv1d",
+        "instance_norm",
+        "interpolate",
+        "max_pool1d",
+    )
 )
 _RECURRENT = frozenset(("lstm", "gru", "rnn_tanh", "rnn_relu"))
 _PRODUCTS = frozenset(("matmul", "__matmul__", "bmm"))
 _JOINS = frozenset(("cat", "concat", "concatenate"))
-ATTENTION = ("scaled_dot_product_attention", "multi_head_attention_forward")
-
-
-def named_dims(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the dimensions along which a function works, counted from 0.
-
-    Empty if it works on all of them, or is not a function along dimensions.
-    """
-    at = _DIM_AT.get(name)
-    if at is None or not args or not isinstance(args[0], Tensor):
-        return ()
-    default = -1 if name in _LAST_BY_DEFAULT else None
-    named = kwargs.get("dim", kwargs.get("dims", kwargs.get("axis", default)))
-    if len(args) > at:
-        named = args[at]
-    dims = named if isinstance(named, tuple | list) else (named,)
-    count = max(args[0].dim(), 1)
-    return tuple(dim % count for dim in dims if type(dim) is int)
+ATTENTION = MappingProxyType(
+    {"scaled_dot_product_attention": -2, "multi_head_attention_forward": 0}
+)
+"""Functions that compute attention -> dimension of the tokens."""
 
 
 def has_tokens(x: object, tokens: int) -> bool:
     """Return True for a tensor (b, n, h), or (b, n), with n ``tokens``."""
     return isinstance(x, Tensor) and x.dim() in (2, 3) and x.size(1) == tokens
-
-
-def calling_line(ignored: Callable[[FrameType], bool] = lambda frame: False) -> str | None:
-    """Return the file and line of the innermost code outside of torch and this package's modes.
-
-    The result is None if that code is to be ``ignored``.
-    """
-    torch_folder = os.path.dirname(torch.__file__) + os.sep
-    frame = inspect.currentframe()
-    while frame is not None and (
-        frame.f_code.co_filename.startswith((torch_folder, __file__))
-        or frame.f_code.co_name == "__torch_function__"
-    ):
-        frame = frame.f_back
-    if frame is None or ignored(frame):
-        return None
-    return f"{os.path.basename(frame.f_code.co_filename)}, line {frame.f_lineno},"
 
 
 class TokenMixing(TorchFunctionMode):
@@ -142,12 +106,11 @@ class TokenMixing(TorchFunctionMode):
             )
         if not isinstance(x, Tensor):
             return False
-        if name in _DIM_AT:
-            dims = named_dims(name, args, kwargs)
+        if dims := named_dims(name, args, kwargs):
             return 1 in dims and len(dims) < x.dim() and self._has_tokens(x)
         unclear = self.tokens in self._sizes
         second = next(iter((*args[1:], *kwargs.values())), None)
-        if name in _ALONG_LAST.split():
+        if name in _ALONG_LAST:
             window = second.size(-1) if isinstance(second, Tensor) else 2
             return x.dim() == 3 and x.size(-1) == self.tokens and window > 1 and not unclear
         if name in _PRODUCTS and not unclear:
@@ -156,10 +119,8 @@ class TokenMixing(TorchFunctionMode):
             return isinstance(second, Sequence) and any(second[2:4])
         if name == "__getitem__" and self._is_hidden(x):
             return _selects_tokens(second)
-        if name == ATTENTION[0]:
-            return x.size(-2) == self.tokens
-        if name == ATTENTION[1]:
-            return x.size(0) == self.tokens
+        if name in ATTENTION:
+            return x.size(ATTENTION[name]) == self.tokens
         return name in _RECURRENT and self.tokens in x.shape
 
     def _contracts(self, x: Tensor, other: object) -> bool:
@@ -195,16 +156,6 @@ def feature_sizes(module: nn.Module) -> frozenset[int]:
     return frozenset(size for parameter in module.parameters() for size in parameter.shape)
 
 
-def may_watch(module: nn.Module) -> bool:
-    """Return True if a mode may watch a module's forward once.
-
-    Compiled parts would be compiled again for the next forward, without the mode.
-    """
-    return not any(
-        is_compiled(child) or is_compiled_module(child) for child in nn.Module.modules(module)
-    )
-
-
 class SplitTokens(Surrounding):
     """Refusal of functions that combine tokens while sequence parallelism splits them.
 
@@ -222,7 +173,7 @@ class SplitTokens(Surrounding):
     def attach(self, module: nn.Module) -> Callable[[], None]:
         """Install hooks on the blocks, whose input shows the length of a slice."""
         self._watched.clear()
-        if not may_watch(module):
+        if has_compiled_parts(module):
             return super().attach(module)
         self._mode = TokenMixing(_refused_split, sizes=feature_sizes(module))
         with contextlib.ExitStack() as undo:
@@ -249,8 +200,8 @@ class SplitTokens(Surrounding):
 
 def _refused_split(call: str) -> PartialModelError:
     return PartialModelError(
-        f"{call}, which combines tokens, but with sequence_parallel=True each tensor rank has a slice "
-        "of the sequence here. Add the module to the plan: attention as 'column' and 'row' layers or "
-        "a 'region', other modules as 'whole'. For code after the blocks, use "
+        f"{call}, which combines tokens, but with sequence_parallel=True each tensor rank has a "
+        "slice of the sequence here. Add the module to the plan: attention as 'column' and 'row' "
+        "layers or a 'region', other modules as 'whole'. For code after the blocks, use "
         "ParallelPlan(sequence='blocks'). Or use sequence_parallel=False"
     )

@@ -15,6 +15,8 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
+from lightning_ptdp.shims.lightning import is_compiled as is_compiled_module
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -200,6 +202,15 @@ def is_compiled(module: nn.Module) -> bool:
 
     The module is then traced with its hooks and any replacement of its forward."""
     return module._compiled_call_impl is not None
+
+
+def has_compiled_parts(module: nn.Module) -> bool:
+    """Return True if the LightningModule or a module in it is compiled.
+
+    A mode of torch functions around one of its forwards would compile it again for the next one."""
+    return any(
+        is_compiled(child) or is_compiled_module(child) for child in nn.Module.modules(module)
+    )
 
 
 def grouped_product(

@@ -30,11 +30,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_ptdp.base.function_replacement import PartialModelError, PartialValues
-from lightning_ptdp.forward.token_mixing import may_watch
 from lightning_ptdp.parameters.managed_parameter import ManagedParameters
 from lightning_ptdp.pipeline.placeholders import Placeholder
+from lightning_ptdp.shims.torch import has_compiled_parts
 
-_LIBRARIES = ("lightning", "pytorch_lightning", "lightning_ptdp", "torchmetrics", "transformers")
+_TRAINERS = ("lightning", "pytorch_lightning", "lightning_ptdp")
+_LIBRARIES = (*_TRAINERS, "torchmetrics", "transformers")
 _INSIDE = ("_call_impl", "_named_members")
 """Functions of torch around a forward and a loop over parameters."""
 _SAVES = {"save", "save_file", "save_model", "dump"}
@@ -93,7 +94,7 @@ class ParameterGuard:
         """
         first = hook not in self._seen
         self._seen.add(hook)
-        watches &= first and may_watch(self.module)
+        watches &= first and not has_compiled_parts(self.module)
         self.hook = hook
         try:
             with _StepValues(self, self._faults) if watches else contextlib.nullcontext():
@@ -116,37 +117,18 @@ class ParameterGuard:
         There are none if the calling line is a library's, or if the forward of a module runs.
         """
         found: list[FrameType] = []
-        frame = inspect.currentframe()
-        while frame is not None:
-            package = str(frame.f_globals.get("__name__")).partition(".")[0]
+        for package, frame in _frames():
             function = frame.f_code.co_name
             if function in _INSIDE and frame.f_locals.get("self") is not self.module:
                 return []
-            skipped = package == "torch" or function == "__torch_function__"
-            if not skipped and frame.f_code.co_filename != __file__:
-                if not found and package in _LIBRARIES:
-                    return []
-                found.append(frame)
-                if function.startswith("on_") if self.hook is None else function == self.hook:
-                    return found
-            frame = frame.f_back
+            if package == "torch" or function == "__torch_function__":
+                continue
+            if not found and package in _LIBRARIES:
+                return []
+            found.append(frame)
+            if function.startswith("on_") if self.hook is None else function == self.hook:
+                return found
         return []
-
-    def is_saved(self) -> bool:
-        """Return True if the code that asks for a state saves it."""
-        frame = inspect.currentframe()
-        while frame is not None:
-            package = str(frame.f_globals.get("__name__")).partition(".")[0]
-            function = frame.f_code.co_name
-            if package in ("lightning", "pytorch_lightning", "lightning_ptdp"):
-                if frame.f_code.co_filename != __file__:
-                    return False
-            elif function == "save_pretrained" or (
-                package != "torch" and not _SAVES.isdisjoint(_names_in(frame.f_code))
-            ):
-                return True
-            frame = frame.f_back
-        return False
 
     def mentions_parameters(self) -> bool:
         """Return True if the user's code names an attribute such as ``weight``."""
@@ -157,6 +139,27 @@ class ParameterGuard:
             called = [owner[name] for name in names for owner in owners if name in owner]
             names |= set().union(*(_names_in(c.__code__) for c in called if inspect.isfunction(c)))
         return not self._attributes.isdisjoint(names)
+
+
+def _frames() -> Iterator[tuple[str, FrameType]]:
+    """Yield the frames outside of this file, the innermost first, each with its package."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_filename != __file__:
+            yield str(frame.f_globals.get("__name__")).partition(".")[0], frame
+        frame = frame.f_back
+
+
+def _is_saved() -> bool:
+    """Return True if the code that asks for a state saves it."""
+    for package, frame in _frames():
+        if package in _TRAINERS:
+            return False
+        if frame.f_code.co_name == "save_pretrained" or (
+            package != "torch" and not _SAVES.isdisjoint(_names_in(frame.f_code))
+        ):
+            return True
+    return False
 
 
 def _names_in(code: CodeType) -> set[str]:
@@ -235,7 +238,7 @@ def _named_modules(
 def _state_dict(guarded: _Guarded, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Return the state as ``state_dict`` does."""
     # With a destination, the state is a part of that of a module around this one.
-    if kwargs.get("destination") is None and not args and guarded.guard.is_saved():
+    if kwargs.get("destination") is None and not args and _is_saved():
         raise PartialModelError(
             f"{guarded.loop('state_dict()')} is saved here, but this rank has only a part of the "
             f"model ({guarded.guard.options}). Use trainer.save_checkpoint(path), "
