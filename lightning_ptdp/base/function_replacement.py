@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
-from types import FrameType
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -102,7 +102,9 @@ _FIRST = (
     "std std_mean sum unbind var var_mean"
 )
 _SECOND = "diff kthvalue linalg_vector_norm norm normalize quantile topk"
-_DIM_AT = {**dict.fromkeys(_FIRST.split(), 1), **dict.fromkeys(_SECOND.split(), 2)}
+_DIM_AT = MappingProxyType(
+    {**dict.fromkeys(_FIRST.split(), 1), **dict.fromkeys(_SECOND.split(), 2)}
+)
 """Functions along dimensions -> position of the argument that names them."""
 _LAST_BY_DEFAULT = frozenset(("argsort", "diff", "kthvalue", "mode", "sort", "topk"))
 
@@ -110,7 +112,7 @@ _LAST_BY_DEFAULT = frozenset(("argsort", "diff", "kthvalue", "mode", "sort", "to
 def named_dims(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the dimensions along which a function works, counted from 0.
 
-    Empty if it works on all of them, or is not a function along dimensions.
+    The result is empty if it works on all of them, or not along dimensions.
     """
     at = _DIM_AT.get(name)
     if at is None or not args or not isinstance(args[0], Tensor):
@@ -124,10 +126,10 @@ def named_dims(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tup
     return tuple(dim % count for dim in dims if type(dim) is int)
 
 
-def calling_line(ignored: Callable[[FrameType], bool] = lambda frame: False) -> str | None:
-    """Return the file and line of the innermost code outside of torch and this package's modes.
+def calling_line(unless: str | None = None) -> str | None:
+    """Return the file and line of the innermost code outside of torch and of modes.
 
-    The result is None if that code is to be ``ignored``.
+    The result is None if that code belongs to the package ``unless``.
     """
     torch_folder = os.path.dirname(torch.__file__) + os.sep
     frame = inspect.currentframe()
@@ -136,6 +138,6 @@ def calling_line(ignored: Callable[[FrameType], bool] = lambda frame: False) -> 
         or frame.f_code.co_name == "__torch_function__"
     ):
         frame = frame.f_back
-    if frame is None or ignored(frame):
+    if frame is None or frame.f_globals.get("__name__", "").partition(".")[0] == unless:
         return None
     return f"{os.path.basename(frame.f_code.co_filename)}, line {frame.f_lineno},"

@@ -12,8 +12,6 @@ from lightning_ptdp.data_parallel.gradient_store import GradientStore
 from lightning_ptdp.parameters.managed_parameter import ManagedParameters
 from lightning_ptdp.world.mesh import ProcessMesh
 
-__all__ = ["UnusedGradients"]
-
 
 class UnusedGradients:
     """Removes the zero gradients of parameters that no rank has used.
@@ -30,7 +28,7 @@ class UnusedGradients:
     def __init__(
         self, parameters: ManagedParameters, *, mesh: ProcessMesh, device: torch.device
     ) -> None:
-        # Stages and tensor ranks may share a parameter that only one of them uses.
+        # Stages and tensor ranks may share a parameter that only some of them use.
         self._group = mesh.world
         orders = [managed.order for managed in parameters.values()]
         self._held = torch.zeros(max((m.among for m in parameters.values()), default=0))

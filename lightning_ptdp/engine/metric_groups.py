@@ -142,7 +142,10 @@ class _Scope:
         self.own_update(*args, **kwargs)
 
     def is_available(self) -> bool:
-        """Return True if the states are summed, and choose the ranks; called before."""
+        """Choose the ranks that sum the states, and return True if there are several.
+
+        torchmetrics calls it before each sum.
+        """
         group = self.groups[vars(self.metric)[_WHOLE]]
         self.metric.process_group = group.handle
         return group.size > 1 and self.available()
