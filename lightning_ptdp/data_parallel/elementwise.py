@@ -14,12 +14,30 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_ptdp.base.errors import PTDPError
+from lightning_ptdp.shims.torch import has_step_hooks
 
+_ELEMENTWISE = frozenset(
+    (
+        torch.optim.ASGD,
+        torch.optim.Adadelta,
+        torch.optim.Adagrad,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.Adamax,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.SGD,
+    )
+)
+"""Optimizers of torch that need no trial."""
 _RANKS = 2
-_SIZES = (4, 6, 2, 2, 2)
-_LEARNING_RATE = 0.1  # the group's own may be warming up from zero, or hide a difference
+_SIZES = (36, 40, 2, 2, 2)  # large enough for optimizers that factor large matrices only
+_LEARNING_RATE = 1.0  # the group's own may be warming up from zero, or hide a difference
 _TOLERANCE = 1e-4
-_SCALES = (1.0, 100.0, 0.01)  # of the gradients, step by step, so that clipping takes effect
+_SCALES = (*([1.0] * 8), 100.0, 0.01, 1.0, 1.0)
+"""Sizes of the gradients, step by step: warm-up ends, and clipping takes effect."""
 
 
 class MixingOptimizerError(PTDPError, ValueError):
@@ -42,7 +60,7 @@ class Cut:
     along: int | Literal["flat", "apart"]
 
     def tensors(self, generator: torch.Generator) -> list[Tensor]:
-        """Return whole tensors to step on, whose pieces differ in size."""
+        """Return whole tensors, whose elements grow along each dimension."""
         return [
             self._tensor(generator) * (1 + index)
             for index in range(_RANKS if self.along == "apart" else 1)
@@ -51,21 +69,20 @@ class Cut:
     def _tensor(self, generator: torch.Generator) -> Tensor:
         tensor = torch.randn(_SIZES[: self.dims], generator=generator)
         for dim, size in enumerate(tensor.shape):
-            tensor = tensor.transpose(dim, -1).mul(torch.arange(1, size + 1)).transpose(dim, -1)
+            tensor = tensor.transpose(dim, -1).mul(torch.linspace(1, 6, size)).transpose(dim, -1)
         return tensor.contiguous()
 
-    def pieces(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the piece of each rank."""
+    def parts(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Return the tensors of each rank."""
         if self.along == "apart":
-            return [*tensors]
+            return [[tensor] for tensor in tensors]
         (tensor,) = tensors
-        return [
-            *(
-                tensor.flatten().chunk(_RANKS)
-                if self.along == "flat"
-                else tensor.chunk(_RANKS, self.along)
-            )
-        ]
+        pieces = (
+            tensor.flatten().chunk(_RANKS)
+            if self.along == "flat"
+            else tensor.chunk(_RANKS, self.along)
+        )
+        return [[piece] for piece in pieces]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +124,8 @@ def check_elementwise(
     Raises:
         MixingOptimizerError: The results differ.
     """
+    if type(optimizer) in _ELEMENTWISE and not has_step_hooks(optimizer):
+        return []
     tried: dict[str, bool] = {}
     whole: set[int] = set()
     for position, (group, trial) in enumerate(zip(optimizer.param_groups, trials, strict=True)):
@@ -178,46 +197,40 @@ class _TrialSteps:
             MixingOptimizerError: They differ, or a step fails.
         """
         generator = torch.Generator().manual_seed(0)
-        starts, gradients = (cut.tensors(generator) for _ in range(2))
-        try:
-            stepped = self._step(starts, gradients)
-        except Exception as error:
-            if cut.along == "flat":
+        starts, direction = (cut.tensors(generator) for _ in range(2))
+        probes: list[Optimizer] = []
+        values = starts
+        for step in range(len(_SCALES)):
+            triples = zip(values, direction, cut.tensors(generator), strict=True)
+            gradients = [_gradient(step, *triple) for triple in triples]
+            try:
+                probes = probes or [self._probe(item) for item in (starts, *cut.parts(starts))]
+                values = self._step(probes[0], gradients, seed=step)
+            except Exception as error:
+                if cut.along == "flat":
+                    reason = f"it fails on a small parameter ({error})"
+                    raise _refusal(self.optimizer, cut, reason) from error
+                return False
+            if not all(value.isfinite().all() for value in values):
+                return False
+            try:
+                parts = zip(probes[1:], cut.parts(gradients), strict=True)
+                results = [self._step(probe, part, seed=step) for probe, part in parts]
+            except Exception as error:
+                reason = f"it fails on a part of a parameter ({error})"
+                raise _refusal(self.optimizer, cut, reason) from error
+            difference = max(map(_largest_change, cut.parts(values), results))
+            if not difference <= _TOLERANCE * _largest_change(starts, values):
                 raise _refusal(
-                    self.optimizer, cut, f"it fails on a small parameter ({error})"
-                ) from error
-            stepped = starts
-        changed = any(
-            not torch.equal(value, start.to(self.device))
-            for value, start in zip(stepped, starts, strict=True)
-        )
-        if not changed or not all(value.isfinite().all() for value in stepped):
-            return False
-        try:
-            parts = zip(cut.pieces(starts), cut.pieces(gradients), strict=True)
-            results = [self._step([start], [gradient])[0] for start, gradient in parts]
-        except Exception as error:
-            raise _refusal(
-                self.optimizer, cut, f"it fails on a part of a parameter ({error})"
-            ) from error
-        differences = [
-            float((value - reference).abs().max())
-            for value, reference in zip(results, cut.pieces(stepped), strict=True)
-        ]
-        if not max(differences) < _TOLERANCE * max(float(value.abs().max()) for value in stepped):
-            raise _refusal(
-                self.optimizer,
-                cut,
-                "its update of a part differs from that of the full parameter by up to "
-                f"{max(differences):.1e}",
-            )
-        return True
+                    self.optimizer,
+                    cut,
+                    "its update of a part differs from that of the full parameter by up to "
+                    f"{difference:.1e}",
+                )
+        return _largest_change(starts, values) > 0
 
-    def _step(self, starts: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Return tensors after a few steps of an equivalent optimizer.
-
-        It has the hyperparameters of this group.
-        """
+    def _probe(self, starts: Sequence[Tensor]) -> Optimizer:
+        """Return an equivalent optimizer of other tensors with this group's hyperparameters."""
         parameters = [nn.Parameter(start.to(self.device, copy=True)) for start in starts]
         probe = equivalent_optimizer(self.optimizer, self.group, parameters)
         probe.state.update({item: _state_like(item, self.state) for item in parameters})
@@ -228,12 +241,35 @@ class _TrialSteps:
                 if isinstance(options["lr"], Tensor)
                 else _LEARNING_RATE
             )
+        return probe
+
+    def _step(self, probe: Optimizer, gradients: Sequence[Tensor], *, seed: int) -> list[Tensor]:
+        """Step, and return the parameters."""
+        (group,) = probe.param_groups
+        for parameter, gradient in zip(group["params"], gradients, strict=True):
+            parameter.grad = gradient.to(self.device, copy=True)
         with torch.random.fork_rng(devices=[]):
-            for scale in _SCALES:
-                for parameter, gradient in zip(parameters, gradients, strict=True):
-                    parameter.grad = gradient.to(self.device) * scale
-                probe.step(_closure)
-        return [parameter.detach() for parameter in parameters]
+            torch.manual_seed(seed)
+            probe.step(_closure)
+        return [parameter.detach().to("cpu", copy=True) for parameter in group["params"]]
+
+
+def _gradient(step: int, value: Tensor, direction: Tensor, noise: Tensor) -> Tensor:
+    """Return a gradient in a lasting direction with noise.
+
+    The first is orthogonal to each row of the parameter, the second to the parameter as a whole,
+    because optimizers as AdamP treat such weights differently (arXiv 2006.08217, section 3.3).
+    """
+    gradient = _SCALES[step] * (direction + noise)
+    if step < 2:
+        dims = [*range(1 - step, value.dim())] or [0]
+        along = (gradient * value).sum(dims, keepdim=True) / (value * value).sum(dims, keepdim=True)
+        gradient = gradient - along * value
+    return gradient
+
+
+def _largest_change(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:
+    return max(float((new - old).abs().max()) for old, new in zip(before, after, strict=True))
 
 
 def _refusal(optimizer: Optimizer, cut: Cut, reason: str) -> MixingOptimizerError:
@@ -271,6 +307,8 @@ def equivalent_optimizer(
     }
     probe.state = defaultdict(dict)
     probe.param_groups = [{**options, "params": list(parameters)}]
+    if callable(begin := getattr(probe, "train", None)):
+        begin()  # Schedule-Free's optimizers refuse to step before
     return probe
 
 

@@ -253,6 +253,14 @@ class Gradients:
         if self._gather is not None:
             self._gather.ended()
 
+    @contextlib.contextmanager
+    def rewritten(self) -> Iterator[None]:
+        """Return a context in which other code changes the values that the optimizer steps on."""
+        if self.stepped is not None:
+            self.stepped.take_values()
+        yield
+        self.used()
+
     def parameters_needed(self) -> None:
         """Wait for the parameters of the last step, before they are read."""
         if self.stepped is not None:

@@ -129,7 +129,7 @@ class OptimizerParameters:
         If they are shards, the parameters' own gradients are hidden, because these are sums over
         one replica only.
         """
-        self._take_values()
+        self.take_values()
         for managed in self._gradients.parameters:
             stepped = managed.stepped
             gradient = managed.gradient
@@ -207,7 +207,7 @@ class OptimizerParameters:
                 flat.wait()
 
     @torch.no_grad()
-    def _take_values(self) -> None:
+    def take_values(self) -> None:
         """Take the values that the user's code has given to parameters since the last step."""
         for flat in self._flat:
             flat.take_values()

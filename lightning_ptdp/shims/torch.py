@@ -107,10 +107,12 @@ def replaced_total_norm(replacement: Callable[..., torch.Tensor]) -> Iterator[No
 
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:
     """Return True if hooks see the parameter's gradient before or after its accumulation."""
-    return any(
-        getattr(parameter, name, None)
-        for name in ("_backward_hooks", "_post_accumulate_grad_hooks")
-    )
+    return bool(getattr(parameter, "_backward_hooks", None)) or has_accumulation_hooks(parameter)
+
+
+def has_accumulation_hooks(parameter: torch.Tensor) -> bool:
+    """Return True if hooks see the parameter's gradient after its accumulation."""
+    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def copy_gradient_hooks(parameter: torch.Tensor, to: torch.Tensor) -> None:

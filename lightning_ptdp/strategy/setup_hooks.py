@@ -28,6 +28,7 @@ from lightning_ptdp.strategy.checks import (
     check_optimizer_state,
     check_quantized,
     check_same_training,
+    check_summed_later,
     check_trainer,
     on_meta,
     open_initial_weights,
@@ -91,10 +92,14 @@ class SetupHooks(StepHooks):
             device=self.root_device,
         )
         if fitting:
+            # configure_optimizers may have added some
+            with self.waiting_in("comparing hooks on gradients"):
+                check_summed_later(self.model, self.config, self.layout)
             self._prepare_optimization(trainer)
         self.setup_precision_plugin()
         if fitting:
             self._names.optimizers_to_device(self.optimizers, self.root_device)
+            self._follow_switches()
 
     def _parallelize(self) -> None:
         module = self.lightning_module
@@ -233,6 +238,20 @@ class SetupHooks(StepHooks):
             trainer, self._names
         )
         self.engine.optimization.prepare(optimizer, defers=defers)
+
+    def _follow_switches(self) -> None:
+        """Let the model's parameters follow optimizers that exchange the weights."""
+        for optimizer in (*self.optimizers, *self._lightning_optimizers):
+            for name in ("train", "eval"):
+                if callable(switch := getattr(optimizer, name, None)):
+                    vars(optimizer)[name] = partial(self._rewrite, switch)
+
+    def _rewrite(self, switch: Callable[[], None]) -> None:
+        """Run a switch of Schedule-Free's optimizers, which evaluate at the average of the weights.
+
+        See arXiv 2405.15682, section 2."""
+        with self.waiting_in("exchanging the weights"), self.engine.gradients.rewritten():
+            switch()
 
     def model_to_device(self) -> None:
         """Move this rank's part of the model to its device."""

@@ -12,7 +12,7 @@ from lightning_ptdp.base.function_replacement import PartialModelError
 from lightning_ptdp.tensor_parallel import ParallelPlan
 from tests.conformance.blocks import LAYOUTS, P2, PLAN, LitBlocks, batches, run_refused
 from tests.conformance.toys import ONE, Place, assert_weights, make_trainer, weights
-from tests.letters import SP, T, Z
+from tests.letters import SP, M, T, Z
 from tests.pool import WorkerFailure
 from tests.tiny_gpt import LitTiny, Run
 
@@ -213,6 +213,49 @@ def test_gradient_hook_of_split_parameter_is_refused():
         ValueError, match=r"'h\.2\.up\.weight' has a hook on its gradient .*tensor_parallel_size=1"
     ):
         make_trainer(LAYOUTS["t2"]).strategy.check(LitHookedBlock())
+
+
+class LitAccumulatedLate(LitBlocks):
+    """Changes gradients after their accumulation."""
+
+    def configure_optimizers(self):
+        self.h[3].up.weight.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(10))
+        return super().configure_optimizers()
+
+
+@pytest.mark.parametrize("layout", ["p2", "m2"])
+def test_hook_on_accumulated_gradient_is_refused_with_microbatches(layout, conformance):
+    place = Place(layout={M: 2}) if layout == "m2" else LAYOUTS[layout]
+    for message in conformance.ranks(run_refused, place, LitAccumulatedLate):
+        assert message.startswith("ValueError: 'h.3.up.weight' has a hook on its accumulated gradi")
+    hooked = LitAccumulatedLate()
+    hooked.configure_optimizers()
+    with pytest.raises(ValueError, match=r"'h\.3\.up\.weight' .* once for each microbatch"):
+        make_trainer(place).strategy.check(hooked)
+
+
+class LitClamped(LitBlocks):
+    def configure_optimizers(self):
+        for parameter in self.h[2].parameters():
+            parameter.register_hook(lambda gradient: gradient.clamp(-1, 1))
+        return super().configure_optimizers()
+
+
+@pytest.mark.parametrize(
+    ("layout", "part"), [("p2", "one microbatch"), ("z1", "one replica"), ("t2", None)]
+)
+def test_hook_on_gradient_of_part_of_batch_causes_warning(layout, part, conformance):
+    place = Place(world_size=2, layout={Z: "optimizer"}) if layout == "z1" else LAYOUTS[layout]
+    first, *others = conformance.ranks(hook_warnings, place)
+    assert all("h.2." in text and f"see those of {part}." in text for text in first)
+    assert (len(first), others) == (part is not None, [[]])
+
+
+def hook_warnings(rank, place):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        run(rank, place, LitClamped)
+    return [str(one.message) for one in caught if "hooks on the gradients" in str(one.message)]
 
 
 class LitMonitor(LitBlocks):

@@ -1,6 +1,8 @@
 """Trial of optimizers on parts of parameters: elementwise ones pass, others are refused."""
 
+import contextlib
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +15,9 @@ from lightning_ptdp.data_parallel import (
     MixingOptimizerError,
     check_elementwise,
     constructed_state,
+    elementwise,
 )
+from lightning_ptdp.data_parallel.elementwise import equivalent_optimizer
 
 FLAT = Cut(option="shard='optimizer'", dims=2, along="flat")
 ROWS = Cut(option="tensor_parallel_size=2", dims=2, along=0)
@@ -57,6 +61,85 @@ class Lamb(_Custom):
         return direction * (parameter.norm() / direction.norm()).clamp(max=10)
 
 
+class Cautious(_Custom):
+    """Skips elements whose average gradient has another sign (arXiv 2411.16085)."""
+
+    def update(self, parameter, gradient):
+        average = self.state[parameter].setdefault("average", torch.zeros_like(parameter))
+        average.lerp_(gradient, 0.1)
+        mask = average * gradient > 0
+        return average * mask / mask.float().mean()
+
+
+class LargeRows(_Custom):
+    """Scales the rows and columns of large matrices."""
+
+    def update(self, parameter, gradient):
+        if gradient.dim() < 2 or min(gradient.shape[-2:]) < 16:
+            return gradient
+        sizes = gradient.abs()
+        return gradient / (sizes.mean(-2, keepdim=True) + sizes.mean(-1, keepdim=True))
+
+
+class Stable(_Custom):
+    """Clips the root mean square of updates (arXiv 2304.13013)."""
+
+    def update(self, parameter, gradient):
+        squares = self.state[parameter].setdefault("squares", gradient.square())
+        squares.lerp_(gradient.square(), 0.01)
+        update = gradient / squares.sqrt()
+        return update / update.square().mean().sqrt().clamp(min=1)
+
+
+class WarmingUp(_Custom):
+    """Does not step at first."""
+
+    def update(self, parameter, gradient):
+        state = self.state[parameter]
+        state["step"] = state.get("step", 0) + 1
+        return gradient / gradient.norm() if state["step"] > 5 else 0 * gradient
+
+
+class Projecting(_Custom):
+    """Removes the part along the parameter, if the gradient has almost none."""
+
+    def update(self, parameter, gradient):
+        average = self.state[parameter].setdefault("average", torch.ones_like(parameter))
+        average.lerp_(gradient, 0.1)
+        cosine = nn.functional.cosine_similarity(gradient.flatten(), parameter.flatten(), dim=0)
+        if cosine.abs() > 1e-3:
+            return average
+        return average - parameter * (average * parameter).sum() / parameter.square().sum()
+
+
+class Adapting(Optimizer):
+    """Estimates the distance to the solution from all parameters (arXiv 2306.06101)."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1.0, "d": 1e-6})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        (group,) = self.param_groups
+        product = total = 0.0
+        for parameter in group["params"]:
+            state = self.state[parameter]
+            start = state.setdefault("start", parameter.clone())
+            size = state.setdefault("size", torch.zeros_like(parameter))
+            product += float((parameter.grad * (start - parameter)).sum())
+            total += float(size.add_(parameter.grad.abs()).sum())
+        group["d"] = max(group["d"], product / total)
+        for parameter in group["params"]:
+            parameter.sub_(group["lr"] * group["d"] * parameter.grad.sign())
+
+
+class Noisy(_Custom):
+    """Adds random numbers."""
+
+    def update(self, parameter, gradient):
+        return gradient + torch.randn_like(gradient)
+
+
 class Clipping(torch.optim.SGD):
     """Clips by the norm of all its parameters."""
 
@@ -98,11 +181,13 @@ MIXING = [
     (torch.optim.LBFGS, FLAT, "it fails on a small parameter"),
     *((Clipping, cut, "differs from that of the full parameter") for cut in (FLAT, ROWS, COLUMNS)),
     (Clipping, STAGES, "Trainer(gradient_clip_val=...)"),
+    *((kind, cut, "differs") for kind in (Adapting, Noisy) for cut in ALL),
 ]
 
 
 def check(make, *cuts, whole=False):
     optimizer = make([nn.Parameter(torch.ones(3, 3))])
+    optimizer.register_step_post_hook(lambda *_: None)  # those of torch are tried, too
     kept = dict(optimizer.state)
     state = constructed_state(optimizer, optimizer.param_groups[0])
     groups = [GroupTrial(cuts=frozenset(cuts), state=state)]
@@ -118,12 +203,41 @@ def test_elementwise_optimizers_pass_in_every_layout(name):
     check(ELEMENTWISE[name], *ALL)
 
 
-@pytest.mark.parametrize("kind", [torch.optim.Muon, torch.optim.Adafactor, Lars, Lamb])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        torch.optim.Muon,
+        torch.optim.Adafactor,
+        Lars,
+        Lamb,
+        Cautious,
+        LargeRows,
+        Stable,
+        WarmingUp,
+        Projecting,
+    ],
+)
 @pytest.mark.filterwarnings("error")
 def test_matrix_optimizers_pass_if_matrices_stay_whole(kind):
     check(kind, STAGES)
     for cut in (FLAT, ROWS, COLUMNS):
         check(kind, STAGES, cut, whole=True)
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_optimizers_of_torch_are_tried_only_with_hooks(clips):
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(3, 3))], lr=0.1)
+    if clips:
+        optimizer.register_step_pre_hook(
+            lambda stepping, *_: nn.utils.clip_grad_norm_(stepping.param_groups[0]["params"], 1.0)
+        )
+    trial = GroupTrial(cuts=frozenset({FLAT}))
+    with (
+        mock.patch.object(elementwise, "equivalent_optimizer", wraps=equivalent_optimizer) as made,
+        pytest.raises(MixingOptimizerError) if clips else contextlib.nullcontext(),
+    ):
+        check_elementwise(optimizer, [trial], device=torch.device("cpu"))
+    assert made.called == clips
 
 
 @pytest.mark.parametrize(("kind", "cut", "words"), MIXING)

@@ -14,6 +14,7 @@ from lightning_ptdp.strategy.checks.model import (
 from lightning_ptdp.strategy.checks.module_content import (
     check_quantized,
     check_same_training,
+    check_summed_later,
     warn_of_balance_losses,
     warn_of_batch_norm,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "check_same_training",
     "check_save_hook",
     "check_source",
+    "check_summed_later",
     "check_trainer",
     "on_meta",
     "open_initial_weights",

@@ -23,8 +23,8 @@ from lightning_ptdp.pipeline.containers import Blocks, layer_ranges
 from lightning_ptdp.pipeline.discover import KnownParts, find_blocks
 from lightning_ptdp.pipeline.dry_run import Rehearsal
 from lightning_ptdp.shims.lightning import NAMESPACES, LightningModule
-from lightning_ptdp.shims.torch import has_gradient_hooks
 from lightning_ptdp.strategy.checks.module_content import (
+    check_accumulation_hooks,
     check_compiled,
     check_gradient_hooks,
     check_hooks,
@@ -32,6 +32,7 @@ from lightning_ptdp.strategy.checks.module_content import (
     check_libraries,
     check_quantized,
     check_skipped_layers,
+    hooks_by_name,
 )
 from lightning_ptdp.strategy.forward_contexts import check_surroundings
 from lightning_ptdp.tensor_parallel import ParallelPlan, check_captured
@@ -67,6 +68,7 @@ def check_model(
         ValueError: Names the field, the value and what would work.
     """
     check_quantized(module, config, layout)
+    check_accumulation_hooks(hooks_by_name(module), config)
     blocks_stay = config.recompute == "none" and config.compile != "blocks" and config.fp8 is None
     if not layout.divides_model and blocks_stay and config.shared(layout) != "parameters":
         return None
@@ -82,12 +84,7 @@ def check_model(
         return None
     check_libraries(whole)
     check_quantized(whole, config, layout)
-    hooked = [
-        name
-        for root in (module, whole)
-        for name, p in root.named_parameters()
-        if has_gradient_hooks(p)
-    ]
+    hooked = [*hooks_by_name(module), *hooks_by_name(whole)]
     if convert is not None:
         late = config.meta_init and whole is not module
         whole = converted_copy(whole, convert, config, late=late)

@@ -14,13 +14,22 @@ from lightning_ptdp.base.data_record import records_of
 from lightning_ptdp.base.errors import listed
 from lightning_ptdp.base.requirements import check_installed
 from lightning_ptdp.checkpoint.files import sha256
-from lightning_ptdp.checkpoint.save_agreement import from_rank_zero, gather, same_outcome
+from lightning_ptdp.checkpoint.save_agreement import (
+    from_rank_zero,
+    gather,
+    is_rank_zero,
+    same_outcome,
+)
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.models.pretrained_folder import fingerprint, local_folder
 from lightning_ptdp.parameters.initializers import Initializers, why_without_values
 from lightning_ptdp.shims.lightning import LightningModule, fits
 from lightning_ptdp.shims.quantization import is_packed, quantized_parameters
-from lightning_ptdp.shims.torch import forward_hooks
+from lightning_ptdp.shims.torch import (
+    forward_hooks,
+    has_accumulation_hooks,
+    has_gradient_hooks,
+)
 from lightning_ptdp.shims.transformers import is_capture
 from lightning_ptdp.tensor_parallel import Alias, Kind, Partial, Region, Whole
 from lightning_ptdp.world.layout import ParallelLayout
@@ -203,6 +212,18 @@ def check_gradient_hooks(hooked: Collection[str], kinds: Mapping[str, Kind]) -> 
             )
 
 
+def check_accumulation_hooks(hooked: Mapping[str, bool], config: PTDPConfig) -> None:
+    """Check the names of parameters whose gradients have hooks; True: after accumulation."""
+    name = next((name for name, accumulated in hooked.items() if accumulated), None)
+    if config.has_microbatches and name is not None:
+        raise ValueError(
+            f"'{name}' has a hook on its accumulated gradient "
+            "(register_post_accumulate_grad_hook), which would run once for each microbatch. "
+            "Change gradients in on_before_optimizer_step, or use num_microbatches=1 without a "
+            "pipeline"
+        )
+
+
 def check_hooks(model: nn.Module, kinds: Mapping[str, Kind]) -> None:
     for name, kind in kinds.items():
         hooks, _ = forward_hooks(model.get_submodule(name))
@@ -214,6 +235,35 @@ def check_hooks(model: nn.Module, kinds: Mapping[str, Kind]) -> None:
                 "with one that returns a part of the output. Put the hook on the parent "
                 "module, or use tensor_parallel_size=1"
             )
+
+
+def check_summed_later(model: nn.Module, config: PTDPConfig, layout: ParallelLayout) -> None:
+    """Check hooks on gradients that are not yet summed over microbatches and replicas.
+
+    Collective over the world. All ranks raise the same error; rank 0 warns."""
+    parts = ["one microbatch"] * config.has_microbatches
+    parts += ["one replica"] * (layout.size("replica_sum") > 1)
+    if not parts:
+        return
+    ranks = gather(hooks_by_name(model))
+    hooked = {name: accumulated for names in ranks for name, accumulated in names.items()}
+    check_accumulation_hooks(hooked, config)
+    if hooked and is_rank_zero():
+        warnings.warn(
+            f"hooks on the gradients of {listed([*hooked], 3)} see those of {' on '.join(parts)}. "
+            "Masks and factors have the result of one process, but clamps and norms do not. "
+            "Change gradients in on_before_optimizer_step, which sees the sums",
+            stacklevel=2,
+        )
+
+
+def hooks_by_name(model: nn.Module) -> dict[str, bool]:
+    """Return names of parameters whose gradients have hooks; True: after accumulation."""
+    return {
+        name: has_accumulation_hooks(parameter)
+        for name, parameter in model.named_parameters()
+        if has_gradient_hooks(parameter)
+    }
 
 
 # ---- Warnings of modules whose result depends on how a batch is divided --------------------------
