@@ -6,14 +6,15 @@ parts of matrices. While a step runs, these are refused:
 - a loop over parameters, when it reaches the end of the local ones. ``next(self.parameters()).device``
   is allowed;
 - a loop over modules, if the code around it names an attribute such as ``weight``;
-- in the first step of a kind, a number computed from a matrix of which the rank has a part.
+- in the first step of a kind, a number computed from a matrix of which the rank has a part, and a
+  product with such a matrix in the forward of another module than its own.
 
 ``state_dict()`` is refused where it is saved, in hooks and after ``fit``: the file would have a part
 of the model, which nothing shows. In other hooks, ``zip`` over parameters of a pipeline stage is
 refused, and a loop in code that computes norms or sums causes a warning.
 
-Whatever runs inside the forward of a module is allowed: a layer computes with its part. So are loops
-of libraries, such as optimizers and Lightning, outside of the steps.
+Everything else inside the forward of a module is allowed: a layer computes with its part. So are
+loops of libraries, such as optimizers and Lightning, outside of the steps.
 """
 
 from __future__ import annotations
@@ -40,6 +41,10 @@ _INSIDE = ("_call_impl", "_named_members")
 """Functions of torch around a forward and a loop over parameters."""
 _SAVES = {"save", "save_file", "save_model", "dump"}
 """Names of functions that save a state."""
+_PRODUCTS = {"linear", "bilinear", "embedding", "einsum", "conv1d", "conv2d", "conv3d"} | {
+    *("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "baddbmm", "tensordot")
+}
+"""Names of functions whose result is wrong or incomplete if a factor is a part of a matrix."""
 _NUMBERS = {"norm", "vector_norm", "sum", "mean", "std", "var", "histogram", "histc"}
 """Names of functions that compute a number from a tensor."""
 
@@ -56,6 +61,7 @@ class ParameterGuard:
         hook: The user's step that runs, if any.
         module: The LightningModule.
         options: As given.
+        owners: Parameter -> modules that have it as an attribute.
     """
 
     def __init__(self, module: nn.Module, parameters: ManagedParameters, options: str) -> None:
@@ -73,7 +79,10 @@ class ParameterGuard:
             for p, name in names.items()
             if p in split or "tensor" in parameters[p].placement.partial
         }
+        self.owners: dict[Tensor, list[nn.Module]] = {}
         for name, child in module.named_modules():
+            for parameter in child.parameters(recurse=False):
+                self.owners.setdefault(parameter, []).append(child)
             has_placeholder = any(isinstance(part, Placeholder) for part in child.modules())
             if has_placeholder or any(parameter in split for parameter in child.parameters()):
                 # torch's compiler requires methods.
@@ -148,6 +157,17 @@ def _frames() -> Iterator[tuple[str, FrameType]]:
         if frame.f_code.co_filename != __file__:
             yield str(frame.f_globals.get("__name__")).partition(".")[0], frame
         frame = frame.f_back
+
+
+def _running_module() -> nn.Module | None:
+    """Return the module whose forward runs; None if code of this package runs inside, or none."""
+    for package, frame in _frames():
+        function = frame.f_code.co_name
+        if function == "_call_impl":
+            return frame.f_locals["self"]
+        if package == "lightning_ptdp" and function != "__torch_function__":
+            return None
+    return None
 
 
 def _is_saved() -> bool:
@@ -260,8 +280,26 @@ class _StepValues(PartialValues):
         )
         self._guard = guard
         self._names.update(faults)
+        self._owners = {**guard.owners}
 
     def _follow(self, func: Callable[..., Any], parts: list[Tensor], result: Tensor) -> Tensor:
-        if not self._guard.users_frames():
-            return parts[0]
-        return super()._follow(func, parts, result)
+        running = _running_module()
+        is_step = running is None or running is self._guard.module
+        foreign = next((part for part in parts if running not in self._owners.get(part, [])), None)
+        is_ours = type(running).__module__.startswith("lightning_ptdp.")
+        if running is not None and foreign is not None and not is_ours:
+            function = getattr(func, "__name__", str(func))
+            if function in _PRODUCTS:
+                raise PartialModelError(
+                    f"the forward of {type(running).__name__} calls {function} with the weight "
+                    f"{self._names[foreign]} ({self._guard.options}). Call the layer of this weight "
+                    "instead, which communicates, or leave it out of ParallelPlan(tensor=...)"
+                )
+            if not is_step:
+                self._names[result], self._owners[result] = (
+                    self._names[foreign],
+                    self._owners[foreign],
+                )
+        if is_step and self._guard.users_frames():
+            return super()._follow(func, parts, result)
+        return parts[0]

@@ -24,6 +24,7 @@ from lightning_ptdp.shims.lightning import Trainer, count_replicas, fits, keep_m
 from lightning_ptdp.shims.peft import set_magnitudes
 from lightning_ptdp.strategy.checks import (
     CUT_MARK,
+    check_max_norm,
     check_model,
     check_optimizer_state,
     check_quantized,
@@ -154,6 +155,7 @@ class SetupHooks(StepHooks):
 
     def _convert(self) -> None:
         self.model = convert(self, self.mesh)
+        check_max_norm(self.model, self.layout)
         if fits(self.lightning_module.trainer) and self.is_global_zero:
             warn_of_batch_norm(self.model, self.config, self.layout)
             warn_of_balance_losses(self.model, self.config, self.layout)

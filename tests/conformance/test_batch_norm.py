@@ -58,3 +58,22 @@ def test_batch_norm_over_microbatch_warns():
         make_trainer(Place(layout={"num_microbatches": 2}), max_epochs=1).fit(
             LitNormalized(), loader()
         )
+
+
+class LitCounted(LitNet):
+    def __init__(self, **options):
+        super().__init__()
+        self.words = nn.Embedding(4, 4, **options)
+
+
+def test_gradient_scaled_by_counts_of_microbatch_warns():
+    with pytest.warns(UserWarning, match=r"'words' \(scale_grad_by_freq=True\) .* one microbatch"):
+        make_trainer(Place(layout={"num_microbatches": 2}), max_epochs=1).fit(
+            LitCounted(scale_grad_by_freq=True), loader()
+        )
+
+
+def test_weight_rescaled_by_each_replica_is_refused():
+    with pytest.raises(ValueError, match=r"'words' \(max_norm=1.0\) rescales .* one of 2 replicas"):
+        make_trainer(Place(world_size=2)).strategy.check(LitCounted(max_norm=1.0))
+    make_trainer(Place(layout={"num_microbatches": 2})).strategy.check(LitCounted(max_norm=1.0))

@@ -6,11 +6,12 @@ import warnings
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_ptdp.base.function_replacement import PartialModelError
 from lightning_ptdp.tensor_parallel import ParallelPlan
-from tests.conformance.blocks import LAYOUTS, P2, PLAN, LitBlocks, batches, run_refused
+from tests.conformance.blocks import LAYOUTS, P2, PLAN, Block, LitBlocks, batches, run_refused
 from tests.conformance.toys import ONE, Place, assert_weights, make_trainer, weights
 from tests.letters import SP, M, T, Z
 from tests.pool import WorkerFailure
@@ -256,6 +257,53 @@ def hook_warnings(rank, place):
         warnings.simplefilter("default")
         run(rank, place, LitClamped)
     return [str(one.message) for one in caught if "hooks on the gradients" in str(one.message)]
+
+
+def block_of(forward):
+    """Return a LightningModule whose blocks have another forward."""
+
+    class OtherBlock(Block):
+        pass
+
+    OtherBlock.forward = forward
+
+    class LitDirect(LitBlocks):
+        def __init__(self):
+            super().__init__()
+            for block in self.h:
+                block.__class__ = OtherBlock
+
+    return LitDirect
+
+
+DIRECT = {
+    "linear": lambda self, x: x + self.down(F.linear(self.norm(x), self.up.weight, self.up.bias)),
+    "matmul": lambda self, x: x + self.down(self.norm(x) @ self.up.weight.t().contiguous()),
+    "row": lambda self, x: x + F.linear(self.up(self.norm(x)).relu(), self.down.weight),
+}
+
+
+@pytest.mark.parametrize("name", DIRECT)
+def test_weight_used_without_its_layer_is_refused(name, conformance):
+    weight = "down" if name == "row" else "up"
+    for message in conformance.ranks(run_direct, LAYOUTS["t2"], name):
+        assert f"Block calls {'linear' if name == 'row' else name} with the weight 'h.0." in message
+        assert f".{weight}.weight'" in message
+
+
+def run_direct(rank, place, name):
+    return run_refused(rank, place, block_of(DIRECT[name]))
+
+
+def test_layer_may_use_type_of_other_weight(conformance):
+    conformance.check(train_typed, LAYOUTS["t2"])
+
+
+def train_typed(rank, place):
+    def forward(self, x):
+        return x + self.down(self.up(self.norm(x.to(self.down.weight.dtype))).relu())
+
+    return train(rank, place, block_of(forward))
 
 
 class LitMonitor(LitBlocks):

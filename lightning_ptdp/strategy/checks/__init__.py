@@ -12,6 +12,7 @@ from lightning_ptdp.strategy.checks.model import (
     plan_of,
 )
 from lightning_ptdp.strategy.checks.module_content import (
+    check_max_norm,
     check_quantized,
     check_same_training,
     check_summed_later,
@@ -31,6 +32,7 @@ __all__ = [
     "check_data",
     "check_first_batch",
     "check_initial_weights",
+    "check_max_norm",
     "check_model",
     "check_optimizer_state",
     "check_quantized",

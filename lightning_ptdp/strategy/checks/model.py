@@ -30,6 +30,7 @@ from lightning_ptdp.strategy.checks.module_content import (
     check_hooks,
     check_late,
     check_libraries,
+    check_max_norm,
     check_quantized,
     check_skipped_layers,
     hooks_by_name,
@@ -69,6 +70,7 @@ def check_model(
     """
     check_quantized(module, config, layout)
     check_accumulation_hooks(hooks_by_name(module), config)
+    check_max_norm(module, layout)
     blocks_stay = config.recompute == "none" and config.compile != "blocks" and config.fp8 is None
     if not layout.divides_model and blocks_stay and config.shared(layout) != "parameters":
         return None

@@ -224,6 +224,16 @@ def check_accumulation_hooks(hooked: Mapping[str, bool], config: PTDPConfig) -> 
         )
 
 
+def check_max_norm(model: nn.Module, layout: ParallelLayout) -> None:
+    for name, module in model.named_modules() if layout.size("replica_sum") > 1 else ():
+        if getattr(module, "max_norm", None) is not None:
+            raise ValueError(
+                f"'{name}' (max_norm={module.max_norm}) rescales its weight in each forward, from "
+                f"the tokens of one of {layout.size('replica_sum')} replicas, which would then "
+                "differ. Build it without max_norm, and rescale the weight in on_train_batch_start"
+            )
+
+
 def check_hooks(model: nn.Module, kinds: Mapping[str, Kind]) -> None:
     for name, kind in kinds.items():
         hooks, _ = forward_hooks(model.get_submodule(name))
@@ -274,8 +284,6 @@ def warn_of_batch_norm(model: nn.Module, config: PTDPConfig, layout: ParallelLay
     batch_norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
     kinds = (*batch_norms, nn.SyncBatchNorm) if config.has_microbatches else batch_norms
     names = [name for name, module in model.named_modules() if isinstance(module, kinds)]
-    if not names:
-        return
     if config.has_microbatches:
         part = "one microbatch"
         remedy = "num_microbatches=1 without a pipeline"
@@ -283,6 +291,15 @@ def warn_of_batch_norm(model: nn.Module, config: PTDPConfig, layout: ParallelLay
         part = "one replica's part"
         remedy = "Trainer(sync_batchnorm=True) on GPUs"
     else:
+        return
+    for name, module in model.named_modules():
+        if getattr(module, "scale_grad_by_freq", False):
+            warnings.warn(
+                f"'{name}' (scale_grad_by_freq=True) divides gradients by how often a token is in "
+                f"{part}, so the model differs slightly from the same model on one device",
+                stacklevel=2,
+            )
+    if not names:
         return
     warnings.warn(
         f"{listed(names, 3)} normalize over the batch, which here is {part}, so the "
