@@ -248,12 +248,12 @@ class SetupHooks(StepHooks):
                 if callable(switch := getattr(optimizer, name, None)):
                     vars(optimizer)[name] = partial(self._rewrite, switch)
 
-    def _rewrite(self, switch: Callable[[], None]) -> None:
+    def _rewrite(self, switch: Callable[..., object], *args: object, **kwargs: object) -> object:
         """Run a switch of Schedule-Free's optimizers, which evaluate at the average of the weights.
 
         See arXiv 2405.15682, section 2."""
         with self.waiting_in("exchanging the weights"), self.engine.gradients.rewritten():
-            switch()
+            return switch(*args, **kwargs)
 
     def model_to_device(self) -> None:
         """Move this rank's part of the model to its device."""
