@@ -258,13 +258,13 @@ def _gradient(step: int, value: Tensor, direction: Tensor, noise: Tensor) -> Ten
     """Return a gradient in a lasting direction with noise.
 
     The first is orthogonal to each row of the parameter, the second to the parameter as a whole,
-    because optimizers as AdamP treat such weights differently (arXiv 2006.08217, section 3.3).
+    because optimizers such as AdamP treat such weights differently (arXiv 2006.08217, section 3.3).
     """
     gradient = _SCALES[step] * (direction + noise)
     if step < 2:
         dims = [*range(1 - step, value.dim())] or [0]
-        along = (gradient * value).sum(dims, keepdim=True) / (value * value).sum(dims, keepdim=True)
-        gradient = gradient - along * value
+        squares = (value * value).sum(dims, keepdim=True)
+        gradient = gradient - value * (gradient * value).sum(dims, keepdim=True) / (squares + 1e-20)
     return gradient
 
 
@@ -278,8 +278,9 @@ def _refusal(optimizer: Optimizer, cut: Cut, reason: str) -> MixingOptimizerErro
     if cut.along == "apart":
         return MixingOptimizerError(
             f"{cut.option} leaves each rank with some of the parameters, but {name} combines "
-            f"several: {reason}. Use Trainer(gradient_clip_val=...) instead of clipping in the "
-            f"optimizer, an optimizer that updates each parameter separately, or {field}=1"
+            f"several, or draws random numbers for one after the other: {reason}. Use "
+            "Trainer(gradient_clip_val=...) instead of clipping in the optimizer, an optimizer "
+            f"that updates each parameter separately, or {field}=1"
         )
     remedy = "shard='none'" if cut.along == "flat" else f"{field}=1"
     return MixingOptimizerError(

@@ -284,22 +284,25 @@ class _StepValues(PartialValues):
 
     def _follow(self, func: Callable[..., Any], parts: list[Tensor], result: Tensor) -> Tensor:
         running = _running_module()
-        is_step = running is None or running is self._guard.module
-        foreign = next((part for part in parts if running not in self._owners.get(part, [])), None)
-        is_ours = type(running).__module__.startswith("lightning_ptdp.")
-        if running is not None and foreign is not None and not is_ours:
-            function = getattr(func, "__name__", str(func))
-            if function in _PRODUCTS:
-                raise PartialModelError(
-                    f"the forward of {type(running).__name__} calls {function} with the weight "
-                    f"{self._names[foreign]} ({self._guard.options}). Call the layer of this weight "
-                    "instead, which communicates, or leave it out of ParallelPlan(tensor=...)"
-                )
-            if not is_step:
-                self._names[result], self._owners[result] = (
-                    self._names[foreign],
-                    self._owners[foreign],
-                )
-        if is_step and self._guard.users_frames():
+        in_layer = running is not None and running is not self._guard.module
+        if not in_layer and not self._guard.users_frames():
+            return parts[0]
+        foreign = self._foreign(parts, running)
+        if foreign is not None and (function := getattr(func, "__name__", "")) in _PRODUCTS:
+            raise PartialModelError(
+                f"{type(running or self._guard.module).__name__} calls {function} with the weight "
+                f"{self._names[foreign]} ({self._guard.options}). Call the layer of this weight "
+                "instead, which communicates, or leave it out of ParallelPlan(tensor=...)"
+            )
+        if not in_layer:
             return super()._follow(func, parts, result)
+        if foreign is not None:
+            self._names[result] = self._names[foreign]
+            self._owners[result] = self._owners[foreign]
         return parts[0]
+
+    def _foreign(self, parts: list[Tensor], running: nn.Module | None) -> Tensor | None:
+        """Return the first part of a weight that another module than the running one has."""
+        if type(running).__module__.startswith("lightning_ptdp."):
+            return None  # communicates itself
+        return next((part for part in parts if running not in self._owners.get(part, ())), None)

@@ -24,12 +24,12 @@ from lightning_ptdp.shims.lightning import Trainer, count_replicas, fits, keep_m
 from lightning_ptdp.shims.peft import set_magnitudes
 from lightning_ptdp.strategy.checks import (
     CUT_MARK,
+    check_hooks_before_sums,
     check_max_norm,
     check_model,
     check_optimizer_state,
     check_quantized,
     check_same_training,
-    check_summed_later,
     check_trainer,
     on_meta,
     open_initial_weights,
@@ -95,7 +95,7 @@ class SetupHooks(StepHooks):
         if fitting:
             # configure_optimizers may have added some
             with self.waiting_in("comparing hooks on gradients"):
-                check_summed_later(self.model, self.config, self.layout)
+                check_hooks_before_sums(self.model, self.config, self.layout)
             self._prepare_optimization(trainer)
         self.setup_precision_plugin()
         if fitting:

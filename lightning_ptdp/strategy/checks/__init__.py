@@ -12,10 +12,10 @@ from lightning_ptdp.strategy.checks.model import (
     plan_of,
 )
 from lightning_ptdp.strategy.checks.module_content import (
+    check_hooks_before_sums,
     check_max_norm,
     check_quantized,
     check_same_training,
-    check_summed_later,
     warn_of_balance_losses,
     warn_of_batch_norm,
 )
@@ -31,6 +31,7 @@ __all__ = [
     "CUT_MARK",
     "check_data",
     "check_first_batch",
+    "check_hooks_before_sums",
     "check_initial_weights",
     "check_max_norm",
     "check_model",
@@ -39,7 +40,6 @@ __all__ = [
     "check_same_training",
     "check_save_hook",
     "check_source",
-    "check_summed_later",
     "check_trainer",
     "on_meta",
     "open_initial_weights",

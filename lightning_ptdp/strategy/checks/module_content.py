@@ -247,12 +247,13 @@ def check_hooks(model: nn.Module, kinds: Mapping[str, Kind]) -> None:
             )
 
 
-def check_summed_later(model: nn.Module, config: PTDPConfig, layout: ParallelLayout) -> None:
+def check_hooks_before_sums(model: nn.Module, config: PTDPConfig, layout: ParallelLayout) -> None:
     """Check hooks on gradients that are not yet summed over microbatches and replicas.
 
     Collective over the world. All ranks raise the same error; rank 0 warns."""
-    parts = ["one microbatch"] * config.has_microbatches
-    parts += ["one replica"] * (layout.size("replica_sum") > 1)
+    has_replicas = layout.size("replica_sum") > 1
+    divided = {"one microbatch": config.has_microbatches, "one replica": has_replicas}
+    parts = [part for part, applies in divided.items() if applies]
     if not parts:
         return
     ranks = gather(hooks_by_name(model))
