@@ -15,6 +15,7 @@ from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.context_parallel import ContextParallel, why_not
 from lightning_ptdp.engine.step_random import StepRandomness
 from lightning_ptdp.forward.deferred_weight_gradients import WeightGradients
+from lightning_ptdp.forward.direct_calls import DirectCalls
 from lightning_ptdp.forward.surroundings import Surrounding, Surroundings
 from lightning_ptdp.forward.token_mixing import SplitTokens
 from lightning_ptdp.keyed_dropout import KeyedDropout
@@ -96,7 +97,7 @@ def make_surroundings(
         )
     if config.sequence_parallel and watches:
         entries.append(SplitTokens(_local(_layers(parallel), parallel.module).values()))
-    return Surroundings(entries)
+    return Surroundings((*entries, DirectCalls()))
 
 
 def _step_randomness(
