@@ -1,18 +1,18 @@
 """Modes that replace or observe the torch functions called by code that is not ours.
 
-Some functions help to interpret a call: its dimensions, and the line that made it.
+Some functions help to interpret a call: its dimensions, and the modules and the line that made it.
 """
 
 from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_ptdp.base.errors import PTDPError
@@ -124,6 +124,15 @@ def named_dims(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tup
     dims = named if isinstance(named, tuple | list) else (named,)
     count = max(args[0].dim(), 1)
     return tuple(dim % count for dim in dims if type(dim) is int)
+
+
+def running_modules() -> Iterator[nn.Module]:
+    """Yield the modules whose forward runs, the innermost first."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "_call_impl":
+            yield frame.f_locals["self"]
+        frame = frame.f_back
 
 
 def calling_line(unless: str | None = None) -> str | None:

@@ -92,6 +92,7 @@ class ContextParallel(Surrounding):
         sequence_parallel_size: t under sequence parallelism, else 1.
         attending: Stages that call attention.
         watches: Refuse functions that combine tokens, in the first forward of each kind.
+        blocks: Names of this rank's blocks.
     """
 
     group: Group
@@ -101,6 +102,7 @@ class ContextParallel(Surrounding):
     sequence_parallel_size: int = 1
     attending: Container[int] = (0,)
     watches: bool = True
+    blocks: Collection[str] = ()
     _module: nn.Module | None = field(default=None, repr=False)
     _takers: list[Taker] = field(default_factory=list, repr=False)
     _packed: bool = field(default=False, repr=False)
@@ -135,13 +137,13 @@ class ContextParallel(Surrounding):
         running.draws_alike = lambda: forward.draws_alike
         forward.batch = running.batch
         forward.part = running
-        with running.active(), self._watch(forward, running.length // self.group.size):
+        with running.active(), self._watch(forward, running):
             yield
         self._check(running, expects_attention=forward.stage in self.attending)
         if running.attention.seen:
             self._seen.setdefault(forward.stage, running.attention.seen)
 
-    def _watch(self, forward: Forward, tokens: int) -> Context:
+    def _watch(self, forward: Forward, running: ContextForward) -> Context:
         kind = (forward.hook, forward.stage)
         module = self._module
         if (
@@ -152,6 +154,7 @@ class ContextParallel(Surrounding):
         ):
             return contextlib.nullcontext()
         self._watched.add(kind)
+        tokens = running.length // self.group.size
         return TokenMixing(
             lambda call: ContextParallelError(
                 f"{call}, which combines tokens, but each of {self.group.size} context ranks has a "
@@ -161,7 +164,9 @@ class ContextParallel(Surrounding):
             ),
             sizes=self._sizes,
             allowed=("sum", "mean", "__getitem__", *ATTENTION),
+            averages={module.get_submodule(name) for name in self.blocks},
             tokens=tokens,
+            samples=running.samples,
         )
 
     def moved(self, before: Any, after: Any) -> None:

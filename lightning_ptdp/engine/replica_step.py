@@ -24,6 +24,7 @@ from lightning_ptdp.engine.step_habits import (
     warn_of_counted,
     warn_of_divisors,
     warn_of_loss,
+    warn_of_slices,
     watch_samples,
 )
 from lightning_ptdp.engine.step_report import (
@@ -277,8 +278,12 @@ class LightningJob(StepJob):
         """Warn of a loss that depends on the microbatches, or on the replicas."""
         if not self._divisors:
             warn_of_loss(loss, replicas=self.count == 1)
+            part = self._part
             if self.count == 1:
-                warn_of_counted(loss, None if self._part is None else self._part.num_targets)
+                warn_of_counted(loss, None if part is None else part.num_targets)
+            if part is not None:
+                tokens = part.length // part.group.size
+                warn_of_slices(loss, samples=self.sizes[0], tokens=tokens)
         self._divisors.append(divisor_of(loss, batch))
         if len(self._divisors) == self.count and len(set(self.sizes)) == 1:
             warn_of_divisors(self._divisors)

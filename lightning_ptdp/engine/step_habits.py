@@ -8,6 +8,7 @@ reports the called functions.
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -179,6 +180,50 @@ def warn_of_loss(loss: Tensor, *, replicas: bool) -> None:
             f"which has fewer samples than the batch. {remedy} ({_PAGE})",
             stacklevel=2,
         )
+
+
+def warn_of_slices(loss: Tensor, *, samples: int, tokens: int) -> None:
+    """Warn of a sum over the tokens of a slice that is not divided by a number of tokens.
+
+    Args:
+        loss: Mean loss of a slice of the sequence.
+        samples: Number of samples of the microbatch.
+        tokens: Number of tokens of the slice.
+    """
+    for node, factors in _scaled_sums(loss.grad_fn, ()):
+        size = getattr(node, "_saved_self_sym_sizes", None)
+        shape = tuple(node._saved_self.shape if size is None else size)
+        is_slice = shape[:2] == (samples, tokens) or shape[:1] == (samples * tokens,)
+        most = shape[0] if "NllLoss" in node.name() else math.prod(shape)
+        is_mean = any(factor and samples < 1 / abs(factor) <= most for factor in factors)
+        # warn_of_loss has named a sum without factors.
+        if is_slice and factors and not is_mean:
+            warnings.warn(
+                "the loss contains a sum over the tokens of a slice of the sequence, but slices "
+                "are averaged, so the sum is smaller than in one process by the number of slices. "
+                "Use the mean over the tokens, or context_parallel_size=1",
+                stacklevel=2,
+            )
+            return
+
+
+def _scaled_sums(node: Any, factors: tuple[float, ...]) -> Iterator[tuple[Any, tuple[float, ...]]]:
+    """Yield the sums in a loss, each with the numbers by which it is multiplied."""
+    if node is None:
+        return
+    if _is_sum(node):
+        yield node, factors
+    name, before = node.name(), [one for one, _ in node.next_functions]
+    if name in ("DivBackward0", "MulBackward0"):
+        other, before = node._saved_other, before[:1]
+        if other is None or other.numel() != 1:
+            return
+        number = float(other)
+        factors += (number if name == "MulBackward0" else 1 / number if number else 0.0,)
+    elif name not in _THROUGH | {"NegBackward0", "SubBackward0"}:
+        return
+    for one in before:
+        yield from _scaled_sums(one, factors)
 
 
 @contextlib.contextmanager

@@ -4,21 +4,26 @@ Elementwise functions, products with weights and norms of features treat each to
 and losses are replaced or averaged elsewhere. Any other function along time, such as a running sum,
 would combine the tokens of the slice only.
 
-A tensor has this rank's tokens if its shape says so: (b, n, h) or (b, n) with n tokens, and
-(b, h, n) in functions of torch that work along the last dimension.
+A tensor has this rank's tokens if its shape says so: (b, n, h), (b n, h) or (b, n) with n tokens,
+and (b, h, n) in functions of torch that work along the last dimension.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_ptdp.base.function_replacement import PartialModelError, calling_line, named_dims
+from lightning_ptdp.base.function_replacement import (
+    PartialModelError,
+    calling_line,
+    named_dims,
+    running_modules,
+)
 from lightning_ptdp.base.nested import iterate_tensors
 from lightning_ptdp.forward.surroundings import Context, Forward, Surrounding
 from lightning_ptdp.shims.torch import has_compiled_parts
@@ -36,7 +41,18 @@ _ALONG_LAST = frozenset(
     )
 )
 _RECURRENT = frozenset(("lstm", "gru", "rnn_tanh", "rnn_relu"))
-_PRODUCTS = frozenset(("matmul", "__matmul__", "bmm"))
+_PRODUCTS = frozenset(("matmul", "__matmul__", "bmm", "mm"))
+_AVERAGED = frozenset(
+    (
+        "mean",
+        "sum",
+        "binary_cross_entropy",
+        "binary_cross_entropy_with_logits",
+        "cross_entropy",
+        "kl_div",
+    )
+)
+"""Functions, beside losses, whose value for all tokens is the mean or sum of those for slices."""
 _JOINS = frozenset(("cat", "concat", "concatenate"))
 ATTENTION = MappingProxyType(
     {"scaled_dot_product_attention": -2, "multi_head_attention_forward": 0}
@@ -61,7 +77,10 @@ class TokenMixing(TorchFunctionMode):
         allowed: Names of functions that may combine tokens.
 
     Attributes:
+        averages: Modules outside of which a sum or mean of all elements with a gradient is allowed,
+            because ranks average the loss that it is a part of; None: it never is.
         tokens: n, tokens of this rank's slice; 0: not known yet, and nothing is checked.
+        samples: b.
     """
 
     def __init__(
@@ -70,10 +89,14 @@ class TokenMixing(TorchFunctionMode):
         *,
         sizes: Collection[int],
         allowed: Collection[str] = (),
+        averages: Container[nn.Module] | None = None,
         tokens: int = 0,
+        samples: int = 0,
     ) -> None:
         super().__init__()
         self.tokens = tokens
+        self.samples = samples
+        self._averages = averages
         self._refusal = refusal
         self._sizes = sizes
         self._allowed = allowed
@@ -85,12 +108,38 @@ class TokenMixing(TorchFunctionMode):
         name = getattr(function, "__name__", "")
         options = dict(kwargs)
         values = args or ([options.pop("input")] if "input" in options else [])
-        if self.tokens and name not in self._allowed and self._mixes(name, values, options):
-            line = calling_line(unless="lightning_ptdp")
-            if line is not None:
-                first = next(iterate_tensors(values))
-                raise self._refusal(f"{line} calls {name} on a tensor {tuple(first.shape)}")
-        return function(*args, **kwargs)
+        if self.tokens and (
+            self._mixes_rows(name, values, options)
+            or (name not in self._allowed and self._mixes(name, values, options))
+        ):
+            self._refuse(calling_line(unless="lightning_ptdp"), name, values)
+        result = function(*args, **kwargs)
+        if self.tokens and self._is_total(name, values, options, result):
+            self._refuse(calling_line(unless="lightning_ptdp"), name, values)
+        return result
+
+    def _refuse(self, line: str | None, name: str, args: Sequence[Any]) -> None:
+        if line is not None:
+            first = next(iterate_tensors(args))
+            raise self._refusal(f"{line} calls {name} on a tensor {tuple(first.shape)}")
+
+    def _is_total(
+        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+    ) -> bool:
+        """Return True for one number of all tokens, whose mean over ranks is another value."""
+        if (
+            not isinstance(result, Tensor)
+            or result.numel() != 1
+            or not result.is_floating_point()
+            or not any(self._has_tokens(x) and not isinstance(x, nn.Parameter) for x in args[:2])
+            or name in ("__getitem__", "masked_select")
+            or 0 < len(named_dims(name, args, kwargs)) < args[0].dim()
+        ):
+            return False
+        averages = self._averages
+        if averages is None or any(module in averages for module in running_modules()):
+            return True
+        return result.requires_grad and not (name in _AVERAGED or name.endswith("_loss"))
 
     def _mixes(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         x = args[0] if args else None
@@ -123,6 +172,12 @@ class TokenMixing(TorchFunctionMode):
             return x.size(ATTENTION[name]) == self.tokens
         return name in _RECURRENT and self.tokens in x.shape
 
+    def _mixes_rows(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Return True if a function combines the rows of a tensor (b n, h)."""
+        if name in _PRODUCTS and len(args) == 2:
+            return self._is_flat(args[1]) and args[0].dim() == 2 and args[0].requires_grad
+        return named_dims(name, args, kwargs) == (0,) and self._is_flat(args[0])
+
     def _contracts(self, x: Tensor, other: object) -> bool:
         """Return True for scores of attention, (..., n, n), and for sums of (b, n, h) over n."""
         if not isinstance(other, Tensor) or min(x.dim(), other.dim()) < 3:
@@ -132,13 +187,26 @@ class TokenMixing(TorchFunctionMode):
         sums = (x.size(-1), other.size(-2)) == (n, n) and x.size(-2) % n > 0
         return sums or (x.size(-2), other.size(-1)) == (n, n)
 
+    def _is_flat(self, x: object) -> bool:
+        """Return True for hidden states with a gradient, (b n, h)."""
+        rows = self.samples * self.tokens
+        return (
+            isinstance(x, Tensor)
+            and x.dim() == 2
+            and len(x) == rows > self.tokens
+            and rows not in self._sizes
+            and x.is_floating_point()
+            and x.requires_grad
+        )
+
     def _is_hidden(self, x: object) -> bool:
         return has_tokens(x, self.tokens) and isinstance(x, Tensor) and x.dim() == 3
 
-    def _has_tokens(self, x: Tensor) -> bool:
+    def _has_tokens(self, x: object) -> bool:
         """Return True for hidden states, and for numbers of tokens such as losses."""
-        is_clear = x.is_floating_point() and self.tokens not in self._sizes
-        return has_tokens(x, self.tokens) and (x.dim() == 3 or is_clear)
+        if not isinstance(x, Tensor) or not has_tokens(x, self.tokens):
+            return False
+        return x.dim() == 3 or (x.is_floating_point() and self.tokens not in self._sizes)
 
 
 def _selects_tokens(index: object) -> bool:
@@ -191,7 +259,7 @@ class SplitTokens(Surrounding):
         assert self._mode is not None
         hidden = next((x for x in iterate_tensors((args, kwargs)) if x.dim() == 3), None)
         if hidden is not None:
-            self._mode.tokens = hidden.size(1)
+            self._mode.samples, self._mode.tokens = hidden.shape[:2]
 
 
 def _refused_split(call: str) -> PartialModelError:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 
 def without_tensors(model: nn.Module) -> nn.Module:
     """Return a copy whose tensors are on the meta device, without hooks and not compiled.
 
-    The model is not changed. Shared modules and parameters stay shared. Plain attributes are the
-    same objects as the model's."""
-    return _copy(model, {}, {})
+    The model is not changed. Shared modules and parameters stay shared. Of plain attributes,
+    tensors, modules and containers of these are copied, in which a forward may leave state, and
+    all others are the same objects as the model's."""
+    copy: nn.Module = _copy(model, {})
+    return copy
 
 
 def shallow_copy(module: nn.Module) -> nn.Module:
@@ -22,26 +26,43 @@ def shallow_copy(module: nn.Module) -> nn.Module:
     return copied
 
 
-def _copy(
-    module: nn.Module, modules: dict[int, nn.Module], tensors: dict[int, Tensor]
-) -> nn.Module:
-    if id(module) in modules:
-        return modules[id(module)]
-    shadow = modules[id(module)] = shallow_copy(module)
+def _copy(value: Any, copies: dict[int, Any]) -> Any:
+    """Return the copy of one value; ``copies`` has those that exist, by identity."""
+    key = id(value)
+    if key in copies:
+        return copies[key]
+    if isinstance(value, nn.Module):
+        copies[key] = shadow = shallow_copy(value)
+        _fill(shadow, copies)
+    elif isinstance(value, nn.Parameter):
+        copies[key] = nn.Parameter(value.detach().to("meta"), value.requires_grad)
+    elif isinstance(value, Tensor):
+        copies[key] = value.detach().clone()
+    elif type(value) is dict:
+        copies[key] = {}
+        copies[key].update({name: _copy(one, copies) for name, one in value.items()})
+    elif type(value) is list:
+        copies[key] = []
+        copies[key].extend(_copy(one, copies) for one in value)
+    elif type(value) in (tuple, set):
+        copies[key] = type(value)(_copy(one, copies) for one in value)
+    else:
+        return value
+    return copies[key]
+
+
+def _fill(shadow: nn.Module, copies: dict[int, Any]) -> None:
+    usual = vars(nn.Module())
     fields = shadow.__dict__
-    fields["_parameters"] = {
-        key: None
-        if p is None
-        else tensors.setdefault(id(p), nn.Parameter(p.detach().to("meta"), p.requires_grad))
-        for key, p in module._parameters.items()
-    }
+    for key in ("_parameters", "_modules"):
+        fields[key] = {name: _copy(value, copies) for name, value in fields[key].items()}
     fields["_buffers"] = {
-        key: None if b is None else b.detach().to("meta") for key, b in module._buffers.items()
+        name: None if buffer is None else buffer.detach().to("meta")
+        for name, buffer in fields["_buffers"].items()
     }
-    fields["_modules"] = {
-        key: None if child is None else _copy(child, modules, tensors)
-        for key, child in module._modules.items()
-    }
-    fields.update({key: value for key, value in vars(nn.Module()).items() if "_hooks" in key})
+    for key, value in fields.items():
+        if "_hooks" in key and key in usual:
+            fields[key] = usual[key]
+        elif key not in usual:
+            fields[key] = _copy(value, copies)
     fields.pop("_compiled_call_impl", None)  # it would call the model itself
-    return shadow

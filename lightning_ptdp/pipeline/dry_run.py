@@ -7,11 +7,15 @@ process.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import re
+import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +26,7 @@ from lightning_ptdp.base.nested import iterate_tensors, map_tensors
 from lightning_ptdp.parameters.shadow import without_tensors
 from lightning_ptdp.pipeline.containers import ModelParts, layers_of
 from lightning_ptdp.pipeline.crossing import Crossing, StageError
+from lightning_ptdp.pipeline.remote_modules import SUMMED
 from lightning_ptdp.pipeline.stage import PipelineCut
 
 
@@ -243,7 +248,7 @@ class Rehearsal:
             copy = without_tensors(self.model).eval()
             call = partial(_call, copy.get_submodule(example.name), example)
             with torch.device("meta"):
-                failure = _run_stages(self._cut(copy), call)
+                failure = _run_stages(self._cut(copy), call, watches=True)
             if failure is None:
                 return
             if self._runs_whole(example):
@@ -285,18 +290,55 @@ class Rehearsal:
         )
 
 
-def _run_stages(cut: PipelineCut, step: Callable[[], object]) -> tuple[int, Exception] | None:
-    """Run all stages and return the failed stage and its error; None if all succeed."""
+def _run_stages(
+    cut: PipelineCut, step: Callable[[], object], *, watches: bool = False
+) -> tuple[int, Exception] | None:
+    """Run all stages and return the failed stage and its error; None if all succeed.
+
+    With ``watches``, a stage fails if its forward stores a number with a gradient anywhere.
+    """
     received: Crossing | None = None
     for stage in cut.stages:
+        numbers = _Numbers()
         try:
-            with torch.enable_grad():
+            with torch.enable_grad(), numbers if watches else contextlib.nullcontext():
                 result = cut.run(stage, received, step, training=True)
         except Exception as error:
             return stage, error
         if stage != cut.num_stages - 1:
+            if numbers.are_stored(except_in=result):
+                message = f"a block stores a number with a gradient outside of itself, {SUMMED}"
+                return stage, StageError(message)
             received = result.entering()
     return None
+
+
+class _Numbers(TorchFunctionMode):
+    """Notes the numbers with a gradient that functions return, without keeping them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: list[weakref.ref[Tensor]] = []
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.requires_grad and result.numel() == 1:
+            self._seen.append(weakref.ref(result))
+        return result
+
+    def are_stored(self, *, except_in: Crossing) -> bool:
+        """Return True if an object of Python, beside the graph, refers to one of them."""
+        crossing = {id(tensor) for tensor in except_in.tensors}
+        left = [tensor for one in self._seen if (tensor := one()) is not None]
+        left = [tensor for tensor in left if id(tensor) not in crossing]
+        referrers = [gc.get_referrers(tensor) for tensor in left]
+        return any(
+            not isinstance(one, FrameType) and one is not left
+            for found in referrers
+            for one in found
+        )
 
 
 def _call(module: nn.Module, example: Example) -> None:

@@ -120,6 +120,12 @@ def _noted(hook: Hook, note: Callable[[object], None], module: nn.Module, *args:
 
 
 _OWN = frozenset({"_parameters", "_buffers", "_modules"})
+SUMMED = (
+    "as a loss to be summed over the blocks. Under a pipeline, a stage sees only those of its own "
+    "blocks. Return it from the blocks (x, loss = block(x), with ParallelPlan(collects=True)), "
+    "carry a sum through them (x, total = block(x, total)), or use pipeline_parallel_size=1"
+)
+"""Purpose and remedy of a number with a gradient that a block stores."""
 
 _Path = tuple[str, ...]
 
@@ -163,11 +169,7 @@ def _check_left(name: str, tensors: Iterable[Tensor]) -> None:
     differentiable = [tensor for tensor in tensors if tensor.requires_grad]
     if any(tensor.numel() == 1 for tensor in differentiable):
         raise StageError(
-            f"'{name}' is a number with a gradient that a block stores in its forward, as a "
-            "loss to be summed over the blocks. Under a pipeline, a stage sees only those of "
-            "its own blocks. Return it from the blocks (x, loss = block(x), with "
-            "ParallelPlan(collects=True)), carry a sum through them (x, total = block(x, "
-            "total)), or use pipeline_parallel_size=1"
+            f"'{name}' is a number with a gradient that a block stores in its forward, {SUMMED}"
         )
     if differentiable:
         warnings.warn(

@@ -57,6 +57,7 @@ def make_surroundings(
     shards = [] if parallel.shards is None else [parallel.shards]
     entries: list[Surrounding] = [*shards, _step_randomness(config, mesh, parallel, device)]
     watches = config.compile == "none"
+    blocks = _local(_layers(parallel), parallel.module).values()
     if may_split_backward(config.schedule):
         entries.append(WeightGradients(parallel.casts))
     if config.recompute in ("full", "selective") and mesh.group("expert").size > 1:
@@ -69,6 +70,7 @@ def make_surroundings(
             needs_positions=config.context_parallel_positions,
             sequence_parallel_size=config.tensor_parallel_size if config.sequence_parallel else 1,
             watches=watches,
+            blocks=blocks,
             attending=[
                 stage
                 for stage, (start, stop) in enumerate(parallel.ranges or [(0, 1)])
@@ -96,7 +98,7 @@ def make_surroundings(
             )
         )
     if config.sequence_parallel and watches:
-        entries.append(SplitTokens(_local(_layers(parallel), parallel.module).values()))
+        entries.append(SplitTokens(blocks))
     return Surroundings((*entries, DirectCalls()))
 
 

@@ -1,5 +1,5 @@
 """Models whose blocks do not form a chain are refused before launch: U-Net, N-BEATS, temporal
-fusion transformer."""
+fusion transformer, blocks that store losses elsewhere."""
 
 from itertools import pairwise
 
@@ -148,9 +148,44 @@ class AloneUNet(LitSeries):
         self.net.example_input_array = None
 
 
+class Scored(nn.Module):
+    """Block that adds a loss to a list outside of itself."""
+
+    def __init__(self, losses):
+        super().__init__()
+        self.up, self.keep = nn.Linear(4, 4), losses.append
+
+    def forward(self, x):
+        x = self.up(x)
+        self.keep(x.square().mean())
+        return x
+
+
+class LitScored(LitSeries):
+    """The losses are in no attribute of a block."""
+
+    def __init__(self):
+        super().__init__()
+        self.losses = []
+        self.h = nn.ModuleList(Scored(self.losses) for _ in range(4))
+
+    def forward(self, x):
+        for block in self.h:
+            x = block(x)
+        return x
+
+
+STORED = (
+    "a block stores a number with a gradient outside of itself",
+    "ParallelPlan(collects=True)",
+    "use pipeline_parallel_size=1",
+)
+
+
 @pytest.mark.parametrize(
     ("module", "words"),
     [
+        (LitScored, STORED),
         (
             UNet,
             [

@@ -311,8 +311,65 @@ TOKENWISE = {
 }
 
 
-def watching(tokens: int = LENGTH, sizes: tuple[int, ...] = (WIDTH,)) -> TokenMixing:
-    return TokenMixing(ValueError, sizes=sizes, tokens=tokens)
+TOTALS = {
+    "mean": lambda x: x.square().mean(),
+    "sum": lambda x: x.sum(),
+    "of three dimensions": lambda x: x.square().mean((0, 1, 2)),
+    "loss": lambda x: F.mse_loss(x, x.new_zeros(x.shape)),
+}
+"""Functions to one number of which ranks have the mean, but not inside of a block."""
+NUMBERS = {
+    "norm": lambda x: x.norm(),
+    "vector_norm": lambda x: torch.linalg.vector_norm(x),
+    "std": lambda x: x.std(),
+    "max": lambda x: x.max(),
+    "amax": lambda x: x.abs().amax(),
+    "logsumexp": lambda x: x.logsumexp((0, 1, 2)),
+    "einsum": lambda x: torch.einsum("bsh,bsh->", x, x),
+    "of losses": lambda x: x[..., 0].max(),
+    "rows": lambda x: x.flatten(0, 1).mean(0),
+    "variance of rows": lambda x: x.reshape(-1, WIDTH).var(0),
+    "covariance": lambda x: x.flatten(0, 1).T @ x.flatten(0, 1),
+}
+
+
+def watching(
+    tokens: int = LENGTH,
+    sizes: tuple[int, ...] = (WIDTH,),
+    averages: tuple[nn.Module, ...] | None = (),
+) -> TokenMixing:
+    return TokenMixing(ValueError, sizes=sizes, averages=averages, tokens=tokens, samples=3)
+
+
+def refused(call, **options):
+    x = torch.rand(3, LENGTH, WIDTH, requires_grad=True)
+    with pytest.raises(ValueError, match=r"test_token_mixing\.py, line"), watching(**options):
+        call(x)
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_number_that_is_no_mean_over_ranks_is_refused(name):
+    refused(NUMBERS[name])
+
+
+@pytest.mark.parametrize("name", TOTALS)
+def test_mean_of_all_tokens_is_refused_in_blocks_and_without_average(name):
+    class Inside(nn.Module):
+        def forward(self, x):
+            return TOTALS[name](x)
+
+    block = Inside()
+    refused(block, averages=(block,))
+    refused(TOTALS[name], averages=None)
+    with watching():
+        block(torch.rand(3, LENGTH, WIDTH, requires_grad=True))
+
+
+def test_numbers_of_weights_and_without_gradient_are_accepted():
+    with watching():
+        nn.Parameter(torch.rand(3, LENGTH, WIDTH)).norm()
+        torch.rand(3, LENGTH, WIDTH).max()
+        torch.rand(3 * LENGTH, WIDTH).mean(0)
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -365,6 +422,18 @@ def attention_without_plan():
     return LitTokens(same, token_loss, attends=False)
 
 
+def mean_in_block():
+    return LitTokens(lambda x: x * x.square().mean(), token_loss)
+
+
+def mean_of_states():
+    return LitTokens(same, lambda module, x, batch: token_loss(module, x, batch) + x.mean())
+
+
+def norm_of_states():
+    return LitTokens(same, lambda module, x, batch: token_loss(module, x, batch) + x.norm())
+
+
 def number_of_tokens():
     return LitTokens(
         same,
@@ -377,6 +446,10 @@ def number_of_tokens():
     [
         (running_sum, {C: 2}, "calls cumsum on a tensor (8, 6, 16), which combines tokens"),
         (best_token, {C: 2}, "calls amax on a tensor (8, 6, 16)"),
+        (mean_in_block, {C: 2}, "calls mean on a tensor (8, 6, 16)"),
+        (norm_of_states, {C: 2}, "calls norm on a tensor (8, 6, 16)"),
+        (mean_in_block, {T: 2, SP: True}, "calls mean on a tensor (8, 6, 16)"),
+        (mean_of_states, {T: 2, SP: True}, "calls mean on a tensor (8, 6, 16)"),
         (number_of_tokens, {C: 2}, "the sum over dimension 1 of a tensor (8, 6)"),
         (running_sum, {T: 2, SP: True}, "calls cumsum on a tensor (8, 6, 16)"),
         (best_token, {T: 2, SP: True}, "calls amax on a tensor (8, 6, 16)"),

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_ptdp.engine.step_habits import warn_of_slices
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.parity import make_trainer
 
@@ -247,3 +248,34 @@ def test_state_change_in_recomputed_block_warns(pool):
     ((text,),) = pool.run(fit, world_size=1, args=(LitNormed, {**M2, "recompute": "full"}, 1))
     assert text.startswith("training_step writes self.net.0.1.num_batches_tracked")
     assert "recomputation runs blocks again" in text
+
+
+SLICE_SUMS = {
+    "per sample": (lambda x: x.square().sum() / 3, True),
+    "constant": (lambda x: x.mean() + 0.001 * x.square().sum(), True),
+    "of losses": (lambda x: F.mse_loss(x, x.detach(), reduction="sum") / 3, True),
+    "of labels": (lambda x: cross_entropy_sum(x) * 0.01, True),
+    "negative": (lambda x: -(x * x.exp()).sum() / torch.tensor(3.0), True),
+    "mean": (lambda x: x.square().sum() / x.numel(), False),
+    "of mask": (
+        lambda x: 0.5 * (x.amax(-1) * (x[..., 0] > 0)).sum() / (x[..., 0] > 0).sum(),
+        False,
+    ),
+    "labels": (lambda x: cross_entropy_sum(x) / 12, False),
+    "weights": (lambda x: x.mean() + 0.01 * nn.Parameter(torch.ones(5, 7)).square().sum(), False),
+    "pooled": (lambda x: x.mean(1).square().sum() / 3, False),
+}
+
+
+def cross_entropy_sum(x):
+    return F.cross_entropy(x.flatten(0, 1), x.new_zeros(12, dtype=torch.long), reduction="sum")
+
+
+@pytest.mark.parametrize("name", SLICE_SUMS)
+def test_sum_over_slice_warns_unless_divided_by_tokens(name):
+    loss, warns = SLICE_SUMS[name]
+    x = torch.rand(3, 4, 6, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        warn_of_slices(loss(x), samples=3, tokens=4)
+    assert [str(one.message)[:26] for one in told] == ["the loss contains a sum ov"] * warns
