@@ -47,7 +47,8 @@ class Replacing(TorchFunctionMode):
 # A rank holds only a part of such a tensor.
 #
 # If a function returns a tensor in the shape of a part, the result is taken as a part too. This is
-# true of elementwise functions. A single number is refused, because it would be that of the part.
+# true of elementwise functions. A single number is refused, because it would be that of the part. So
+# are functions along a divided dimension, indices into one, and products of parts.
 
 
 class PartialModelError(PTDPError, ValueError):
@@ -64,6 +65,7 @@ class PartialValues(TorchFunctionMode):
         super().__init__()
         self._refusal = refusal
         self._names: dict[Tensor, str] = {}
+        self._divided: dict[str, tuple[torch.Size, frozenset[int]]] = {}
 
     def __torch_function__(
         self,
@@ -79,11 +81,31 @@ class PartialValues(TorchFunctionMode):
         """
         kwargs = kwargs or {}
         parts = [tensor for tensor in iterate_tensors((args, kwargs)) if tensor in self._names]
+        if parts and self._divided:
+            self._check_call(getattr(func, "__name__", ""), parts, args, kwargs)
         result = func(*args, **kwargs)
         for tensor in iterate_tensors(result) if parts else ():
             if tensor not in self._names:
                 self._follow(func, parts, tensor)
         return result
+
+    def _check_call(
+        self, name: str, parts: list[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        names = [self._names[part] for part in parts]
+        known = next((one for one in names if one in self._divided), None)
+        if known is not None and (
+            (name in PRODUCTS and len(parts) > 1)
+            or (name in _DECOMPOSITIONS or (name.startswith("linalg_") and "norm" not in name))
+        ):
+            raise self._refusal(known, name)
+        first = args[0] if args else None
+        if not isinstance(first, Tensor) or self._names.get(first) not in self._divided:
+            return
+        shape, divided = self._divided[self._names[first]]
+        dims = indexed_dims(args[1]) if name in _INDICES else named_dims(name, args, kwargs)
+        if shape == first.shape and (along := divided.intersection(dims)):
+            raise self._refusal(self._names[first], f"{name} along dimension {min(along)}")
 
     def _follow(self, func: Callable[..., Any], parts: list[Tensor], result: Tensor) -> Tensor:
         """Record that ``result`` is a part too, and return the argument that it resembles."""
@@ -101,11 +123,14 @@ _FIRST = (
     "log_softmax logcumsumexp logsumexp max mean median min mode nanmean nansum prod softmax sort "
     "std std_mean sum unbind var var_mean"
 )
-_SECOND = "diff kthvalue linalg_vector_norm norm normalize quantile topk"
+_SECOND = "diff kthvalue linalg_norm linalg_vector_norm norm normalize quantile topk"
 _DIM_AT = MappingProxyType(
     {**dict.fromkeys(_FIRST.split(), 1), **dict.fromkeys(_SECOND.split(), 2)}
 )
 """Functions along dimensions -> position of the argument that names them."""
+_INDICES = frozenset(("__getitem__", "__setitem__"))
+_DECOMPOSITIONS = frozenset(("svd", "qr", "inverse", "pinverse", "cholesky"))
+PRODUCTS = frozenset(("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "einsum"))
 _LAST_BY_DEFAULT = frozenset(("argsort", "diff", "kthvalue", "mode", "sort", "topk"))
 
 
@@ -124,6 +149,24 @@ def named_dims(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tup
     dims = named if isinstance(named, tuple | list) else (named,)
     count = max(args[0].dim(), 1)
     return tuple(dim % count for dim in dims if type(dim) is int)
+
+
+def indexed_dims(index: object) -> tuple[int, ...]:
+    """Return the dimensions of which an index selects a part, counted from 0.
+
+    The result is empty for a mask of all elements, and if the index has new dimensions or an
+    ellipsis.
+    """
+    entries = index if isinstance(index, tuple) else (index,)
+    if any(entry is None or entry is Ellipsis for entry in entries) or (
+        isinstance(index, Tensor) and index.dtype == torch.bool and index.dim() > 1
+    ):
+        return ()
+    return tuple(
+        dim
+        for dim, entry in enumerate(entries)
+        if not isinstance(entry, slice) or entry != slice(None)
+    )
 
 
 def running_modules() -> Iterator[nn.Module]:

@@ -163,6 +163,11 @@ class GradientView(PartialValues):
             managed.stepped: managed for managed in parameters if managed.stepped is not None
         }
         self._stepped = {managed.parameter: value for value, managed in self._owned.items()}
+        self._divided = {
+            managed.name: (stepped.shape, managed.placement.divided_dims)
+            for stepped, managed in self._owned.items()
+            if managed.placement.divided_dims
+        }
         self._everything = everything
         self._norm = norm
         self._paused = False
@@ -231,8 +236,8 @@ class GradientView(PartialValues):
 
 def _refusal(name: str, function: str) -> PartialModelError:
     return PartialModelError(
-        f"a hook computes a number from the gradient of '{name}' ({function}), but this rank "
-        "has only a part of it. Use torch.nn.utils.clip_grad_norm_ or get_total_norm, "
+        f"a hook needs the whole gradient of '{name}' ({function}), but this rank has only a part "
+        "of it. Use torch.nn.utils.clip_grad_norm_ or get_total_norm, "
         "self.clip_gradients(...), Trainer(gradient_clip_val=...), "
         "trainer.strategy.compute_gradient_norm(), or PTDPStrategy(check_finite='skip') for "
         "gradients that are not finite"

@@ -142,6 +142,12 @@ class Placement:
         return self.local_shape == self.full_shape
 
     @property
+    def divided_dims(self) -> frozenset[int]:
+        """Return the dimensions along which the local tensor is shorter than the full one."""
+        sizes = enumerate(zip(self.local_shape, self.full_shape, strict=True))
+        return frozenset(dim for dim, (local, full) in sizes if local != full)
+
+    @property
     def tied(self) -> bool:
         """Return True if several pipeline ranks hold it."""
         return "pipeline" in self.partial

@@ -113,12 +113,63 @@ def refused(rank, place, kind):
     return ""
 
 
+class LitCentresRows(LitHook):
+    """Centres each row of each matrix. A rank has a part of each row of ``down``."""
+
+    def on_before_optimizer_step(self, optimizer):
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                parameter.grad.sub_(parameter.grad.mean(1, keepdim=True))
+
+
+class LitFreezesTokens(LitHook):
+    """Does not change the first tokens, of which each rank has others."""
+
+    def on_before_optimizer_step(self, optimizer):
+        self.wte.weight.grad[:3] = 0
+
+
+class LitOrthogonalizes(LitHook):
+    def on_before_optimizer_step(self, optimizer):
+        gradient = self.h[0].up.weight.grad
+        gradient.copy_(gradient @ gradient.T @ gradient)
+
+
+class LitAlongWhole(LitHook):
+    """Works along dimensions that no rank divides, and with masks of elements."""
+
+    def on_before_optimizer_step(self, optimizer):
+        for name, parameter in self.named_parameters():
+            if name.endswith("up.weight"):
+                parameter.grad.sub_(parameter.grad.mean(1, keepdim=True))
+            if name.endswith("down.weight"):
+                parameter.grad[2:4] = 0
+                parameter.grad[parameter.grad > 0.01] = 0.01
+
+
+@pytest.mark.parametrize(
+    ("kind", "call"),
+    [
+        (LitCentresRows, "'h.0.down.weight' (mean along dimension 1)"),
+        (LitFreezesTokens, "'wte.weight' (__setitem__ along dimension 0)"),
+        (LitOrthogonalizes, "'h.0.up.weight' (matmul)"),
+    ],
+)
+def test_functions_along_divided_dimensions_are_refused(kind, call, conformance):
+    for message in conformance.ranks(refused, LAYOUTS["t2"], kind):
+        assert call in message
+
+
+@pytest.mark.parametrize("layout", ["t2", "t2p2"])
+def test_functions_along_whole_dimensions_match_single_process(layout, conformance):
+    for (_, found), (_, expected) in conformance.pairs(train, LAYOUTS[layout], LitAlongWhole):
+        assert_weights(found, expected)
+
+
 @pytest.mark.parametrize(
     ("layout", "kind"), [("p2", LitLogsNorms), ("t2", LitAdds), ("d2 sharded", LitLooksForNaN)]
 )
 def test_numbers_computed_from_partial_gradients_are_refused(layout, kind, conformance):
     for message in conformance.ranks(refused, LAYOUTS[layout], kind):
-        assert message.startswith(
-            "PartialModelError: a hook computes a number from the gradient of '"
-        )
+        assert message.startswith("PartialModelError: a hook needs the whole gradient of '")
         assert "self.clip_gradients" in message
