@@ -44,6 +44,7 @@ from lightning_ptdp.world.mesh import Group
 _Function = Callable[..., Tensor]
 
 _REDUCTIONS: tuple[_Function, ...] = (torch.sum, Tensor.sum, torch.mean, Tensor.mean)
+_EXTREMES: tuple[_Function, ...] = (torch.max, Tensor.max, torch.min, Tensor.min)
 _FILLS = (
     Tensor.uniform_,
     Tensor.normal_,
@@ -86,6 +87,7 @@ class SliceFunctions:
                 torch.randint: self._integers,
                 F.dropout: self._dropout,
                 **{reduce: partial(self._reduce, reduce) for reduce in _REDUCTIONS},
+                **{extreme: partial(self._extreme, extreme) for extreme in _EXTREMES},
                 **{roll: partial(self._roll, roll) for roll in (torch.roll, Tensor.roll)},
                 **{cut: partial(self._narrow, cut) for cut in (torch.narrow, Tensor.narrow)},
                 **intercepted(self.attention),
@@ -119,22 +121,26 @@ class SliceFunctions:
         return x[index]
 
     def selects_token(self, x: Tensor, index: object) -> bool:
-        """Return True if ``x[index]`` selects a token of a hidden state (b, s/c, h).
+        """Return True if ``x[index]`` selects a token of (b, s/c, h) or (b, s/c).
 
-        It must do so on all ranks of the group. A hidden state is recognized by its floating-point
-        dtype and the slice's length along dimension 1.
+        It must do so on all ranks of the group. Hidden states (b, s/c, h) are recognized by their
+        floating-point dtype and the slice's length along dimension 1. Labels and scores (b, s/c)
+        may be other values of samples, but these are the same on all ranks.
 
         Raises:
             ContextParallelError: A token in the middle is selected, or a token of each sample by
                 number.
         """
-        if not (x.dim() == 3 and x.is_floating_point() and self._has_slice(x)):
+        is_hidden = x.dim() == 3 and x.is_floating_point()
+        has_one = x.dim() == 2 and x.size(0) == self.samples
+        if not (is_hidden or has_one) or not self._has_slice(x):
             return False
         if not (isinstance(index, tuple) and len(index) > 1):
             return False
         samples, token = index[:2]
         if (
-            isinstance(samples, Tensor)
+            is_hidden
+            and isinstance(samples, Tensor)
             and isinstance(token, Tensor)
             and not token.is_floating_point()
         ):
@@ -146,7 +152,7 @@ class SliceFunctions:
         else:
             selection = f"token {token}"
         raise ContextParallelError(
-            f"the model selects {selection} from a hidden state, but each of {self.group.size} "
+            f"the model selects {selection} from a tensor {tuple(x.shape)}, but each of {self.group.size} "
             f"context ranks has a slice of {x.size(1)} tokens. Only the first (0) and the last (-1) "
             "token can be selected. Use context_parallel_size=1"
         )
@@ -160,6 +166,18 @@ class SliceFunctions:
             return local
         result = total(local, self.group)
         return result / self.group.size if reduce.__name__ == "mean" else result
+
+    def _extreme(self, extreme: _Function, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the largest or smallest number of all tokens; collective for integers (b, s/c).
+
+        Rotary embeddings that depend on the length (dynamic, LongRoPE) take the last position.
+        """
+        result = extreme(x, *args, **kwargs)
+        is_ids = x.dim() == 2 and not x.is_floating_point() and x.dtype != torch.bool
+        if is_ids and not args and not kwargs and self._has_slice(x):
+            op = dist.ReduceOp.MAX if extreme.__name__ == "max" else dist.ReduceOp.MIN
+            dist.all_reduce(result, op=op, group=self.group.handle)
+        return result
 
     def _sums_tokens(self, x: Tensor, name: str) -> bool:
         """Return True for a reduction of hidden states (b, s/c, h) over time.

@@ -53,6 +53,10 @@ _AVERAGED = frozenset(
     )
 )
 """Functions, beside losses, whose value for all tokens is the mean or sum of those for slices."""
+_CHOOSING = frozenset(("__getitem__", "masked_select"))
+"""Functions that choose tokens by a mask, as a loss of some tokens does."""
+_OF_IDS = frozenset(("all", "amax", "amin", "any", "argmax", "argmin", "max", "min"))
+"""Functions of tokens or labels (b, n) that are refused; a count or a running sum may be of use."""
 _JOINS = frozenset(("cat", "concat", "concatenate"))
 ATTENTION = MappingProxyType(
     {"scaled_dot_product_attention": -2, "multi_head_attention_forward": 0}
@@ -114,7 +118,10 @@ class TokenMixing(TorchFunctionMode):
         ):
             self._refuse(calling_line(unless="lightning_ptdp"), name, values)
         result = function(*args, **kwargs)
-        if self.tokens and self._is_total(name, values, options, result):
+        if self.tokens and (
+            self._is_total(name, values, options, result)
+            or self._loses_tokens(name, values, result)
+        ):
             self._refuse(calling_line(unless="lightning_ptdp"), name, values)
         return result
 
@@ -132,7 +139,7 @@ class TokenMixing(TorchFunctionMode):
             or result.numel() != 1
             or not result.is_floating_point()
             or not any(self._has_tokens(x) and not isinstance(x, nn.Parameter) for x in args[:2])
-            or name in ("__getitem__", "masked_select")
+            or name in _CHOOSING
             or 0 < len(named_dims(name, args, kwargs)) < args[0].dim()
         ):
             return False
@@ -140,6 +147,39 @@ class TokenMixing(TorchFunctionMode):
         if averages is None or any(module in averages for module in running_modules()):
             return True
         return result.requires_grad and not (name in _AVERAGED or name.endswith("_loss"))
+
+    def _loses_tokens(self, name: str, args: Sequence[Any], result: Any) -> bool:
+        """Return True if an argument has a dimension of n tokens, and the result none.
+
+        A result with n times another dimension of the argument still has all tokens.
+        """
+        n = self.tokens
+        if (
+            name in self._allowed
+            or name in _CHOOSING
+            or name.startswith("new_")
+            or n in self._sizes
+        ):
+            return False
+        results = [tensor for tensor in iterate_tensors(result) if tensor.numel() > 1]
+        for x in args if results else ():
+            at = self._token_dim(x)
+            if at is not None:
+                others = [size for dim, size in enumerate(x.shape) if dim != at]
+                kept = {n}
+                for size in others:
+                    kept |= {size * one for one in kept}
+                return not any(kept.intersection(tensor.shape) for tensor in results)
+        return False
+
+    def _token_dim(self, x: object) -> int | None:
+        """Return the dimension of the tokens of a hidden state, or of heads' (b, ..., n, ...)."""
+        n = self.tokens
+        if not isinstance(x, Tensor) or not 3 <= x.dim() <= 4 or not x.is_floating_point():
+            return None
+        if x.size(1) == n:
+            return 1
+        return x.shape.index(n) if n in x.shape and n != self.samples else None
 
     def _mixes(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         x = args[0] if args else None
@@ -155,9 +195,14 @@ class TokenMixing(TorchFunctionMode):
             )
         if not isinstance(x, Tensor):
             return False
-        if dims := named_dims(name, args, kwargs):
-            return 1 in dims and len(dims) < x.dim() and self._has_tokens(x)
         unclear = self.tokens in self._sizes
+        if dims := named_dims(name, args, kwargs):
+            if 1 in dims and self._has_tokens(x):
+                return len(dims) < x.dim()
+            is_ids = x.dim() == 2 and len(x) == self.samples and has_tokens(x, self.tokens)
+            return not unclear and (
+                (1 in dims and is_ids and name in _OF_IDS) or self._token_dim(x) in dims
+            )
         second = next(iter((*args[1:], *kwargs.values())), None)
         if name in _ALONG_LAST:
             window = second.size(-1) if isinstance(second, Tensor) else 2
@@ -188,13 +233,13 @@ class TokenMixing(TorchFunctionMode):
         return sums or (x.size(-2), other.size(-1)) == (n, n)
 
     def _is_flat(self, x: object) -> bool:
-        """Return True for hidden states with a gradient, (b n, h)."""
-        rows = self.samples * self.tokens
+        """Return True for hidden states with a gradient, (b n, h), or (n, h) of one sample."""
+        n, rows = self.tokens, self.samples * self.tokens
         return (
             isinstance(x, Tensor)
             and x.dim() == 2
-            and len(x) == rows > self.tokens
-            and rows not in self._sizes
+            and (len(x) == rows > n or len(x) == n != self.samples)
+            and len(x) not in self._sizes
             and x.is_floating_point()
             and x.requires_grad
         )

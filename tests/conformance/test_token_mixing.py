@@ -295,6 +295,22 @@ CALLS = {
     "first token": lambda x: x[:, 0],
     "shift": lambda x: x[:, 1:],
     "nn.MultiheadAttention": lambda x: nn.MultiheadAttention(WIDTH, 2, batch_first=True)(x, x, x),
+    "gather": lambda x: x.gather(1, torch.zeros(3, 1, WIDTH, dtype=torch.long)),
+    "index_select": lambda x: x.index_select(1, torch.tensor([0, 2])),
+    "select": lambda x: x.select(1, 3),
+    "chunk": lambda x: x.chunk(2, 1),
+    "repeat_interleave": lambda x: x.repeat_interleave(2, 1),
+    "scatter": lambda x: torch.zeros(3, 7, WIDTH).scatter_add(
+        1, torch.zeros(x.shape, dtype=torch.long), x
+    ),
+    "features first": lambda x: x.transpose(1, 2).amax(-1),
+    "softmax of transposed": lambda x: x.transpose(1, 2).softmax(-1),
+    "heads": lambda x: torch.einsum("bsne,bsnf->bnef", *2 * (x.reshape(3, 12, 2, 8),)),
+    "fft": lambda x: torch.fft.rfft(x, dim=1),
+    "pairs": lambda x: x.reshape(3, LENGTH // 2, 2 * WIDTH),
+    "row of a sample": lambda x: x.requires_grad_()[0].mean(0),
+    "ids": lambda x: (x[..., 0] > 0).any(1),
+    "place of the last id": lambda x: x[..., 0].long().argmax(1),
     "attention": lambda x: F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None]),
 }
 TOKENWISE = {
@@ -307,6 +323,9 @@ TOKENWISE = {
     "positions": lambda x: (x[..., 0] > 0).long().cumsum(1),
     "pad features": lambda x: F.pad(x, (0, 1)),
     "norm": lambda x: F.layer_norm(x, (WIDTH,)),
+    "heads": lambda x: x.reshape(3, LENGTH, 2, 8).transpose(1, 2).flatten(0, 1).softmax(-1),
+    "flat": lambda x: x.flatten(0, 1).flatten(),
+    "masked": lambda x: (x[x[..., 0] > 0.5], x.flatten(0, 1)[:7], x.masked_select(x > 0.5)),
     "other length": lambda x: x.new_ones(3, LENGTH + 1, WIDTH).amax(1),
 }
 

@@ -11,6 +11,22 @@ from tests.context_parallel.toy import assert_close, context_group, own, sliced,
 pytest.importorskip("transformers")
 
 LENGTH, VOCABULARY = 16, 53
+ROTARY = {
+    "longrope": {
+        "max_position_embeddings": 32,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "factor": 4.0,
+            "rope_theta": 100.0,
+            "short_factor": [1.0, 1.0],
+            "long_factor": [4.0, 4.0],
+            "original_max_position_embeddings": 13,
+        },
+    },
+}
+"""Options of rotary embeddings that depend on the length of the whole sequence.
+
+Dynamic ones would keep the length of the process before, so they would show nothing here."""
 
 
 def make_model(name):
@@ -47,7 +63,7 @@ def make_model(name):
             hidden_dropout_prob=0, attention_probs_dropout_prob=0, **sizes
         )
         return transformers.RobertaForMaskedLM(config)
-    window = {"sliding_window": 8} if name == "mistral" else {}
+    window = {"sliding_window": 8} if name == "mistral" else ROTARY.get(name, {})
     kind = transformers.MistralForCausalLM if name == "mistral" else transformers.LlamaForCausalLM
     return kind(kind.config_class(num_key_value_heads=2, use_cache=False, **sizes, **window))
 
@@ -142,7 +158,7 @@ def test_mask_of_queries_and_keys_is_not_replaced_by_known_one(pool):
     pool.run(_train_with_mask_of_pairs, world_size=2)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "roberta"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "roberta", *ROTARY])
 def test_hugging_face_model_matches_single_process(pool, name):
     pool.run(_train_step, world_size=2, args=(name,))
 

@@ -310,7 +310,7 @@ REFUSED = {
     "both": (lambda: Toy(is_causal=True, attn_mask=torch.ones(8, 8, dtype=torch.bool)), "not both"),
     "middle token": (
         partial(Picks, 3),
-        r"selects token 3 from a hidden state.*Only the first \(0\)",
+        r"selects token 3 from a tensor.*Only the first \(0\)",
     ),
     "prefix": (WithPrefix, "calls cat on a tensor"),
     "no_grad": (Frozen, "gradients disabled inside a forward.*recompute="),
