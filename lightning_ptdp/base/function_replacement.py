@@ -187,7 +187,7 @@ def calling_line(unless: str | None = None) -> str | None:
     frame = inspect.currentframe()
     while frame is not None and (
         frame.f_code.co_filename.startswith((torch_folder, __file__))
-        or frame.f_code.co_name == "__torch_function__"
+        or frame.f_code.co_name in ("__torch_function__", "__torch_dispatch__")
     ):
         frame = frame.f_back
     if frame is None or frame.f_globals.get("__name__", "").partition(".")[0] == unless:

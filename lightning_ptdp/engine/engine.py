@@ -216,7 +216,7 @@ class Engine:
         if self._mesh.layout.world_size == 1:
             job.spread = self.agreement.collect_alone(args[0], job.sizes)
         job.expected_tokens = _power_above(self.agreement.expected_tokens * replicas * windows)
-        warn_of_writes = self._inspection.begin(job)
+        warn_of_writes = self._inspection.begin(job, args[0])
         report = self._run(job, "training_step")
         warn_of_writes()
         self.agreement.note_spread(report.spread)

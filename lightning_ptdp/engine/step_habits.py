@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_ptdp.base.errors import listed
 from lightning_ptdp.base.function_replacement import calling_line, named_dims
-from lightning_ptdp.base.nested import Nested, batch_size, named_tensors
+from lightning_ptdp.base.nested import Nested, batch_size, iterate_tensors, named_tensors
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.engine.step_state import Owner, StepState
 from lightning_ptdp.forward.surroundings import Context
@@ -82,17 +82,24 @@ class FirstBatchInspection:
         self._owners = owners
         self._is_done = False
 
-    def begin(self, job: LightningJob) -> Callable[[], None]:
+    def begin(self, job: LightningJob, batch: Nested) -> Callable[[], None]:
         """Prepare the inspection of a batch, if it is the first that is divided.
 
         Returns:
             A function for the end of the batch. It warns of tensors that the step has written.
+
+        Raises:
+            ValueError: The batch is a list of samples.
         """
         recomputes = self._config.recompute in ("full", "selective")
         changes = job.count > 1 or recomputes
         replicas = self._mesh.group("replica_sum").size
         if not self.is_first(changes or replicas > 1):
             return lambda: None
+        if job.count > 1:
+            _check_samples(
+                batch, getattr(self._module.trainer.train_dataloader, "batch_size", None)
+            )
         job.inspects = job.count > 1 or replicas > 1
         job.watches = job.inspects and self._config.compile == "none"
         if not changes:
@@ -153,6 +160,35 @@ class FirstBatchInspection:
             if self._config.compile == "none":
                 return watch_samples(self._module, batch_size(batch), replicas=True)
         return contextlib.nullcontext()
+
+
+def _check_samples(batch: Nested, loaded: int | None) -> None:
+    """Check that the samples are along dimension 0, for a loader of ``loaded`` samples per batch.
+
+    Raises:
+        ValueError: The batch is a list of samples.
+    """
+    samples = batch_size(batch)
+    if not isinstance(loaded, int) or loaded < 2:
+        return
+    if (
+        isinstance(batch, list | tuple)
+        and len(batch) == loaded
+        and (samples != loaded or isinstance(batch[0], Mapping))
+    ):
+        raise ValueError(
+            f"the batch is a list of {loaded} samples, so microbatches would get parts of each of "
+            "their tensors. Stack them in the collate function, with the samples along dimension "
+            "0, or use pipeline_parallel_size=1 and num_microbatches=1"
+        )
+    shapes = [tensor.shape for tensor in iterate_tensors(batch)]
+    if samples != loaded and all(len(shape) > 1 and shape[1] == loaded for shape in shapes):
+        warnings.warn(
+            f"all tensors of the batch have {loaded} elements along dimension 1, as many as the "
+            "loader has samples, but microbatches are split along dimension 0. If dimension 1 has "
+            "the samples, transpose the tensors in the collate function",
+            stacklevel=2,
+        )
 
 
 def warn_of_loss(loss: Tensor, *, replicas: bool) -> None:
@@ -300,11 +336,17 @@ def divisor_of(loss: Tensor, batch: Nested) -> Tensor | None:
         return None
     divisor: Tensor = getattr(nodes[0], _DIVISORS[nodes[0].name()])
     ignores = hasattr(nodes[0], "_saved_ignore_index") and any(
-        bool((tensor == nodes[0]._saved_ignore_index).any())
-        for _, tensor in named_tensors(batch)
+        bool((tensor.long() == _ignored_label(nodes[0])).any())
+        for tensor in iterate_tensors(batch)
         if not tensor.is_floating_point()
     )
     return None if divisor.dim() or ignores else divisor.detach()
+
+
+def _ignored_label(node: Any) -> int:
+    """Return the label that a cross-entropy ignores; torch stores it without its sign."""
+    index: int = node._saved_ignore_index
+    return index - 2**64 if index >= 2**63 else index
 
 
 def warn_of_counted(loss: Tensor, labels: Tensor | None = None) -> None:
@@ -320,7 +362,7 @@ def warn_of_counted(loss: Tensor, labels: Tensor | None = None) -> None:
         return
     counted = float(nodes[0]._saved_total_weight)
     if labels is None:
-        labels = (nodes[0]._saved_target != nodes[0]._saved_ignore_index).sum()
+        labels = (nodes[0]._saved_target != _ignored_label(nodes[0])).sum()
     if abs(counted - float(labels)) > _ROUNDING * counted:
         warnings.warn(
             f"the loss is a mean over labels with a total weight of {counted:g} (class weights, "

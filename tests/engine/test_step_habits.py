@@ -279,3 +279,58 @@ def test_sum_over_slice_warns_unless_divided_by_tokens(name):
         warnings.simplefilter("always")
         warn_of_slices(loss(x), samples=3, tokens=4)
     assert [str(one.message)[:26] for one in told] == ["the loss contains a sum ov"] * warns
+
+
+class LitLists(LitPlain):
+    def training_step(self, batch, batch_idx):
+        samples = torch.stack(list(batch)) if isinstance(batch, list) else batch
+        return self.net(samples.reshape(-1, 4)).square().mean()
+
+
+def fit_collated(rank, collate):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer = make_trainer(PTDPStrategy(**M2), 1, max_steps=1)
+        try:
+            trainer.fit(
+                LitLists(), DataLoader(torch.randn(24, 6, 4), batch_size=8, collate_fn=collate)
+            )
+        except ValueError as error:
+            return [str(error)]
+    return [text for one in told if "of the batch have" in (text := str(one.message))]
+
+
+def of_time_first(samples):
+    return torch.stack(samples, 1)
+
+
+@pytest.mark.parametrize(
+    ("collate", "words"),
+    [
+        (list, "the batch is a list of 8 samples, so microbatches would get parts"),
+        (of_time_first, "all tensors of the batch have 8 elements along dimension 1"),
+        (torch.stack, None),
+    ],
+)
+def test_samples_along_another_dimension_are_named(collate, words, pool):
+    (told,) = pool.run(fit_collated, world_size=1, args=(collate,))
+    assert [text.startswith(words or "") for text in told] == [True] * (words is not None), told
+
+
+class LitMasks(LitPlain):
+    """Labels with ignored entries, beside masks and small integers."""
+
+    def training_step(self, batch, batch_idx):
+        x, mask, label, _ = batch
+        return F.cross_entropy(self.net(x), label.masked_fill(~mask, -100))
+
+
+def fit_masks(rank):
+    mask = torch.arange(24) % 3 > 0
+    data = TensorDataset(torch.randn(24, 4), mask, torch.arange(24) % 4, mask.to(torch.uint8))
+    trainer = make_trainer(PTDPStrategy(**M2), 1, max_steps=2)
+    trainer.fit(LitMasks(), DataLoader(data, batch_size=8))
+
+
+def test_masks_of_a_batch_are_inspected_with_cross_entropy(pool):
+    pool.run(fit_masks, world_size=1)
