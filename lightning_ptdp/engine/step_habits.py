@@ -24,6 +24,7 @@ from lightning_ptdp.base.nested import Nested, batch_size, iterate_tensors, name
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.engine.step_state import Owner, StepState
 from lightning_ptdp.forward.surroundings import Context
+from lightning_ptdp.forward.token_mixing import ORDERING
 from lightning_ptdp.shims.lightning import LightningModule
 from lightning_ptdp.shims.torch import has_compiled_parts
 from lightning_ptdp.world.mesh import ProcessMesh
@@ -312,13 +313,18 @@ class _Reductions(TorchFunctionMode):
         name = getattr(function, "__name__", "")
         if (
             self.place is None
-            and name in _REDUCING
+            and (name in _REDUCING or name in ORDERING)
             and 0 in (dims := named_dims(name, args, kwargs))
-            and len(dims) < args[0].dim()
-            and len(args[0]) == self._samples > 1
+            and self._has_samples(args[0], len(dims) < args[0].dim(), name)
         ):
             self.place = f"{calling_line()} computes the {name}"
         return function(*args, **kwargs)
+
+    def _has_samples(self, x: Tensor, keeps_features: bool, name: str) -> bool:
+        """Return True for one row per sample, or one loss per sample or token that is ordered."""
+        if keeps_features:
+            return len(x) == self._samples > 1
+        return name in ORDERING and x.requires_grad and len(x) % self._samples == 0
 
 
 def divisor_of(loss: Tensor, batch: Nested) -> Tensor | None:

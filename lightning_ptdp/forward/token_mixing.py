@@ -53,6 +53,20 @@ _AVERAGED = frozenset(
     )
 )
 """Functions, beside losses, whose value for all tokens is the mean or sum of those for slices."""
+ORDERING = frozenset(
+    (
+        "argsort",
+        "cumprod",
+        "cumsum",
+        "kthvalue",
+        "log_softmax",
+        "quantile",
+        "softmax",
+        "sort",
+        "topk",
+    )
+)
+"""Functions whose result depends on the order or the set of the elements."""
 _CHOOSING = frozenset(("__getitem__", "masked_select"))
 """Functions that choose tokens by a mask, as a loss of some tokens does."""
 _OF_IDS = frozenset(("all", "amax", "amin", "any", "argmax", "argmin", "max", "min"))
@@ -138,7 +152,10 @@ class TokenMixing(TorchFunctionMode):
             not isinstance(result, Tensor)
             or result.numel() != 1
             or not result.is_floating_point()
-            or not any(self._has_tokens(x) and not isinstance(x, nn.Parameter) for x in args[:2])
+            or not any(
+                (self._has_tokens(x) or self._is_flat(x, 1)) and not isinstance(x, nn.Parameter)
+                for x in args[:2]
+            )
             or name in _CHOOSING
             or 0 < len(named_dims(name, args, kwargs)) < args[0].dim()
         ):
@@ -221,7 +238,9 @@ class TokenMixing(TorchFunctionMode):
         """Return True if a function combines the rows of a tensor (b n, h)."""
         if name in _PRODUCTS and len(args) == 2:
             return self._is_flat(args[1]) and args[0].dim() == 2 and args[0].requires_grad
-        return named_dims(name, args, kwargs) == (0,) and self._is_flat(args[0])
+        if named_dims(name, args, kwargs) != (0,):
+            return False
+        return self._is_flat(args[0]) or (name in ORDERING and self._is_flat(args[0], 1))
 
     def _contracts(self, x: Tensor, other: object) -> bool:
         """Return True for scores of attention, (..., n, n), and for sums of (b, n, h) over n."""
@@ -232,12 +251,12 @@ class TokenMixing(TorchFunctionMode):
         sums = (x.size(-1), other.size(-2)) == (n, n) and x.size(-2) % n > 0
         return sums or (x.size(-2), other.size(-1)) == (n, n)
 
-    def _is_flat(self, x: object) -> bool:
-        """Return True for hidden states with a gradient, (b n, h), or (n, h) of one sample."""
+    def _is_flat(self, x: object, dims: int = 2) -> bool:
+        """Return True for (b n, h), or (n, h) of one sample, with a gradient; or without h."""
         n, rows = self.tokens, self.samples * self.tokens
         return (
             isinstance(x, Tensor)
-            and x.dim() == 2
+            and x.dim() == dims
             and (len(x) == rows > n or len(x) == n != self.samples)
             and len(x) not in self._sizes
             and x.is_floating_point()

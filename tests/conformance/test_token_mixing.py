@@ -347,6 +347,8 @@ NUMBERS = {
     "einsum": lambda x: torch.einsum("bsh,bsh->", x, x),
     "of losses": lambda x: x[..., 0].max(),
     "rows": lambda x: x.flatten(0, 1).mean(0),
+    "largest losses": lambda x: x[..., 0].flatten().topk(4).values,
+    "largest loss": lambda x: x[..., 0].flatten().max(),
     "variance of rows": lambda x: x.reshape(-1, WIDTH).var(0),
     "covariance": lambda x: x.flatten(0, 1).T @ x.flatten(0, 1),
 }

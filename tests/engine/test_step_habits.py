@@ -99,6 +99,13 @@ class LitTwoViews(LitPlain):
         return F.cross_entropy(logits, torch.arange(len(y)).repeat(2))
 
 
+class LitHardest(LitPlain):
+    """Learns from the samples with the largest losses."""
+
+    def loss(self, prediction, y):
+        return (prediction - y).square().mean(1).topk(2).values.mean()
+
+
 class LitOneLabel(LitPlain):
     def loss(self, prediction, y):
         return F.cross_entropy(prediction[0], torch.tensor(1)) + super().loss(prediction, y)
@@ -179,6 +186,7 @@ CASES = {
     LitDivided: None,
     LitMeans: None,
     LitNormalized: "test_step_habits.py, line",
+    LitHardest: "test_step_habits.py, line",
     LitOneLabel: None,
     LitCarried: "training_step writes self.hidden, but",
     LitCarriedPair: "training_step writes self.hidden, but",
