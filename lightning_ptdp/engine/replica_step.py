@@ -211,8 +211,12 @@ class LightningJob(StepJob):
         watched: Context = contextlib.nullcontext()
         if self.watches and forward.microbatch == 0 and forward.stage == self.stages - 1:
             watched = watch_samples(self.module, self.sizes[0], replicas=self.count == 1)
+        batch = forward.batch
+        if self.stages > 1 and forward.part is None:
+            # The step may change its batch, but other stages and microbatches need theirs.
+            batch = map_tensors(batch, Tensor.clone)
         with self._kept_state(forward), recorder, self.context(), watched:
-            output = step(forward.batch, *self.arguments)
+            output = step(batch, *self.arguments)
         self._calls[forward.microbatch] = recorder.calls
         return output
 

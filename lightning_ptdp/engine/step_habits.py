@@ -113,9 +113,12 @@ class FirstBatchInspection:
             if not value.is_inference() and (is_last or "." in name)
         }
         state = StepState([owner for owner in self._owners if is_last and not owner.name])
+        epochs = self._scheduler_epochs()
 
         def warn_of_writes() -> None:
             names = dict.fromkeys(self._written(versions, state, () if recomputes else _NORMS))
+            if is_last and self._scheduler_epochs() != epochs:
+                names["self.lr_schedulers()"] = None
             if not names:
                 return
             again = " and recomputation runs blocks again" if recomputes else ""
@@ -145,6 +148,10 @@ class FirstBatchInspection:
         for change in state.changes():
             if change.how == "set" and len(change.path) == 2 and named_tensors(change.value):
                 yield change.name
+
+    def _scheduler_epochs(self) -> list[int]:
+        configs = self._module.trainer.lr_scheduler_configs
+        return [getattr(config.scheduler, "last_epoch", 0) for config in configs]
 
     def is_first(self, divided: bool) -> bool:
         """Return True on the ranks that warn, in the first batch that is ``divided``."""

@@ -66,6 +66,16 @@ class LitQueue(LitPlain):
         return super().loss(prediction, y)
 
 
+class LitSchedules(LitPlain):
+    def loss(self, prediction, y):
+        self.lr_schedulers().step()
+        return super().loss(prediction, y)
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.ConstantLR(optimizer)]
+
+
 class LitTeacher(LitPlain):
     def loss(self, prediction, y):
         with torch.no_grad():
@@ -191,6 +201,7 @@ CASES = {
     LitCarried: "training_step writes self.hidden, but",
     LitCarriedPair: "training_step writes self.hidden, but",
     LitQueue: "training_step writes self.queue, but",
+    LitSchedules: "training_step writes self.lr_schedulers(), but",
     LitTeacher: "training_step writes self.teacher.weight, but",
     LitSum: "the loss is a sum",
     LitSummed: "the loss is a sum",
