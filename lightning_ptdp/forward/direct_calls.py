@@ -7,6 +7,7 @@ and other packages (AdaLoRA of peft) call modules so.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -47,13 +48,19 @@ class DirectCalls(Surrounding):
             self._seen.add(kind)
             for module in self._module.modules():
                 if _has_own_hooks(module):
-                    replace_forward(module, HookedForward)
+                    # Hugging Face models read the signature; they are not within compiled blocks.
+                    is_model = hasattr(type(module), "main_input_name")
+                    replace_forward(module, HookedForward, as_method=not is_model)
         return super().around(forward)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class HookedForward(OwnForward):
-    """Forward of a module with hooks."""
+    """Forward of a module with hooks, which has the signature of the module's own."""
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.original)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the forward; call the whole module if code outside of torch calls this."""

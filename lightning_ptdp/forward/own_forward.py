@@ -53,15 +53,16 @@ class OwnForward:
         return self.original(*args, **kwargs)
 
 
-def replace_forward(module: nn.Module, kind: type[OwnForward], **options: Any) -> None:
-    """Replace the forward of ``module`` by a ``kind``.
+def replace_forward(
+    module: nn.Module, kind: type[OwnForward], *, as_method: bool = True, **options: Any
+) -> None:
+    """Replace the forward of ``module`` by a ``kind``, or by its bound method.
 
     It does nothing if the forward is one already, as for a module with several names.
     """
     if not isinstance(_own(module), kind):
-        vars(module)["forward"] = kind(
-            module=module, replaced=vars(module).get("forward"), **options
-        ).__call__
+        own = kind(module=module, replaced=vars(module).get("forward"), **options)
+        vars(module)["forward"] = own.__call__ if as_method else own
 
 
 def give_back_forwards(module: nn.Module, *kinds: type[OwnForward]) -> None:
@@ -80,9 +81,13 @@ def replacements(module: nn.Module, kind: type[_Kind]) -> Iterator[_Kind]:
         while own is not None:
             if isinstance(own, kind):
                 yield own
-            own = getattr(own.replaced, "__self__", None)
+            own = _own_of(own.replaced)
 
 
 def _own(module: nn.Module) -> OwnForward | None:
-    replacement = getattr(vars(module).get("forward"), "__self__", None)
+    return _own_of(vars(module).get("forward"))
+
+
+def _own_of(forward: object) -> OwnForward | None:
+    replacement = getattr(forward, "__self__", forward)
     return replacement if isinstance(replacement, OwnForward) else None

@@ -1,5 +1,6 @@
 """Modules whose forward is called directly, so that torch skips their hooks."""
 
+import inspect
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,6 +88,8 @@ class LitDirectLlama(L.LightningModule):
         )
 
     def training_step(self, batch, batch_idx):
+        # Hugging Face's generation reads the names of the arguments.
+        assert "position_ids" in inspect.signature(self.model.forward).parameters
         return self.model.forward(input_ids=batch, labels=batch).loss
 
     configure_optimizers = LitDirect.configure_optimizers
