@@ -102,6 +102,21 @@ class ParallelModel:
             for name, parameter in self.module.get_submodule(top).named_parameters()
         }
 
+    @cached_property
+    def replicated(self) -> dict[str, nn.Parameter]:
+        """Return the trained parameters that all tensor ranks hold alike, by name.
+
+        There are none without tensor ranks, and if replicas share the parameters.
+        """
+        divided = {p: managed.placement.sharded for p, managed in self.parameters.items()}
+        if self.shards is not None or not any("tensor" in axes for axes in divided.values()):
+            return {}
+        return {
+            self.parameters[p].name: p
+            for p, axes in divided.items()
+            if "tensor" not in axes and p.requires_grad
+        }
+
     @property
     def blocks(self) -> Blocks | None:
         """Return the dotted names of the repeated containers; None: unknown."""

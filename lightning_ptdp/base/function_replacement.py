@@ -59,6 +59,9 @@ class PartialValues(TorchFunctionMode):
     """Refuses numbers that are computed from parts.
 
     ``refusal`` makes the error from the name of the parameter and of the function.
+
+    Attributes:
+        line: Line of the user's code that calls a function with parts; None: this package does.
     """
 
     def __init__(self, refusal: Callable[[str, str], PartialModelError]) -> None:
@@ -66,6 +69,7 @@ class PartialValues(TorchFunctionMode):
         self._refusal = refusal
         self._names: dict[Tensor, str] = {}
         self._divided: dict[str, tuple[torch.Size, frozenset[int]]] = {}
+        self.line: str | None = None
 
     def __torch_function__(
         self,
@@ -81,7 +85,8 @@ class PartialValues(TorchFunctionMode):
         """
         kwargs = kwargs or {}
         parts = [tensor for tensor in iterate_tensors((args, kwargs)) if tensor in self._names]
-        if parts and self._divided and calling_line(unless="lightning_ptdp") is not None:
+        self.line = calling_line(unless="lightning_ptdp") if parts and self._divided else None
+        if self.line is not None:
             self._check_call(getattr(func, "__name__", ""), parts, args, kwargs)
         result = func(*args, **kwargs)
         for tensor in iterate_tensors(result) if parts else ():
@@ -119,11 +124,14 @@ class PartialValues(TorchFunctionMode):
 # ---- Interpretation of a call --------------------------------------------------------------------
 
 _FIRST = (
-    "all amax amin any argmax argmin argsort count_nonzero cummax cummin cumprod cumsum flip "
+    "all amax amin any argmax argmin argsort count_nonzero cummax cummin cumprod cumsum flip glu "
     "log_softmax logcumsumexp logsumexp max mean median min mode nanmean nansum prod softmax sort "
     "std std_mean sum unbind var var_mean"
 )
-_SECOND = "diff kthvalue linalg_norm linalg_vector_norm norm normalize quantile topk"
+_SECOND = (
+    "chunk diff kthvalue linalg_norm linalg_vector_norm norm normalize quantile roll split "
+    "tensor_split topk"
+)
 _DIM_AT = MappingProxyType(
     {**dict.fromkeys(_FIRST.split(), 1), **dict.fromkeys(_SECOND.split(), 2)}
 )
@@ -131,7 +139,7 @@ _DIM_AT = MappingProxyType(
 _INDICES = frozenset(("__getitem__", "__setitem__"))
 _DECOMPOSITIONS = frozenset(("svd", "qr", "inverse", "pinverse", "cholesky"))
 PRODUCTS = frozenset(("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "einsum"))
-_LAST_BY_DEFAULT = frozenset(("argsort", "diff", "kthvalue", "mode", "sort", "topk"))
+_LAST_BY_DEFAULT = frozenset(("argsort", "diff", "glu", "kthvalue", "mode", "sort", "topk"))
 
 
 def named_dims(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
@@ -142,7 +150,7 @@ def named_dims(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tup
     at = _DIM_AT.get(name)
     if at is None or not args or not isinstance(args[0], Tensor):
         return ()
-    default = -1 if name in _LAST_BY_DEFAULT else None
+    default = 1 if name == "normalize" else -1 if name in _LAST_BY_DEFAULT else None
     named = kwargs.get("dim", kwargs.get("dims", kwargs.get("axis", default)))
     if len(args) > at:
         named = args[at]

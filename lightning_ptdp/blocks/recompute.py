@@ -159,8 +159,14 @@ def apply_recomputation(
     if policy == "offload":
         offload = Offload()
         for block in stage_blocks:
-            options = {"offload": offload, "layer": block.number, "sends": block.number in numbers}
-            replace_forward(block.module, Offloaded, surroundings=surroundings, **options)
+            replace_forward(
+                block.module,
+                Offloaded,
+                surroundings=surroundings,
+                offload=offload,
+                layer=block.number,
+                sends=block.number in numbers,
+            )
         return
     is_shared = policy == "full" and shard_input is not None and shard_input.size > 1
     group = shard_input if is_shared else None
@@ -169,8 +175,10 @@ def apply_recomputation(
             continue
         targets = _outermost(block, selective) if policy == "selective" else [block.module]
         for target in targets:
-            options = {"shard_input": group, "draws": RandomDraws(target)}
-            replace_forward(target, Recomputed, surroundings=surroundings, **options)
+            draws = RandomDraws(target)
+            replace_forward(
+                target, Recomputed, surroundings=surroundings, shard_input=group, draws=draws
+            )
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

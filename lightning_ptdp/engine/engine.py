@@ -168,7 +168,7 @@ class Engine:
         if not self._accumulated:
             self.broadcast_buffers()
         self._accumulated = self.gradients.accumulates
-        self._check_kept()
+        self._check_copies()
         self.gradients.clears = clears
         output = (
             self._scheduled_training_step(context, args, loss_scale)
@@ -187,14 +187,23 @@ class Engine:
         if self._config.broadcast_buffers:
             self._buffers.broadcast()
 
-    def _check_kept(self) -> None:
-        """Compare the modules that every stage keeps, at batches 1, 2, 4, 8 and so on."""
+    def _check_copies(self) -> None:
+        """Compare what ranks of a replica hold alike, which reads values from the device.
+
+        Stages are compared at batches 1, 2, 4, 8 and so on, tensor ranks at 16, 256, 4096 and so
+        on.
+        """
         batch = self._step("training_step")
-        kept = self._parallel.kept
-        if kept and batch and batch & (batch - 1) == 0:
-            self.gradients.parameters_needed()
-            with self._parallel.computing():
-                self.agreement.check_kept_alike(kept)
+        if not batch or batch & (batch - 1):
+            return
+        for axis, copies, due in (
+            ("pipeline", self._parallel.kept, True),
+            ("tensor", self._parallel.replicated, batch > 1 and batch.bit_length() % 4 == 1),
+        ):
+            if copies and due:
+                self.gradients.parameters_needed()
+                with self._parallel.computing():
+                    self.agreement.check_copies(copies, axis)
 
     def _scheduled_training_step(
         self, context: MakesContext, args: Sequence[Nested], loss_scale: Tensor | float

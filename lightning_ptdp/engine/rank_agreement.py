@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -18,15 +19,29 @@ _READ = 65536
 """Elements of a tensor that are read; a larger tensor is read in equal steps."""
 _MASK = 2**62 - 1
 _NOTHING = -(2**63)
-_ROUNDING = 1e-5
+_COPY_ROUNDING = MappingProxyType({"pipeline": 1e-5, "tensor": 1e-4})
+"""Relative differences of copies; tensor ranks compute theirs, and stages receive a sum."""
 
 
 class BatchMismatchError(PTDPError, RuntimeError):
     """Ranks of one replica read different samples."""
 
 
-class KeptModuleError(PTDPError, RuntimeError):
-    """A module that every pipeline stage keeps differs between the stages."""
+class UnequalCopiesError(PTDPError, RuntimeError):
+    """A parameter that several ranks of a replica hold differs between them."""
+
+
+_REASONS = MappingProxyType(
+    {
+        "pipeline": "is kept by every pipeline stage (ParallelPlan.everywhere), but its values differ "
+        "between them. A hook or the step changes it with weights that only one stage has, for example "
+        "in an average of the model's weights (AveragedModel, EMA). Use pipeline_parallel_size=1",
+        "tensor": "is whole on every tensor rank, but its values differ between them. If it is applied "
+        "to the output of a column layer, a rank's gradient is only a part of the sum: declare its "
+        "module as 'partial' in ParallelPlan(tensor=...). Otherwise, a hook or the step changes it with "
+        "weights, gradients or random numbers of one rank only. Or use tensor_parallel_size=1",
+    }
+)
 
 
 def batch_sums(batch: Nested, *, replica: int, replicas: int, device: torch.device) -> Tensor:
@@ -221,28 +236,24 @@ class RankAgreement:
             warnings.warn(describe_uneven(batch, batch_size(batch)), stacklevel=2)
         self._warned |= self._is_uneven
 
-    def check_kept_alike(self, tensors: Mapping[str, Tensor]) -> None:
-        """Compare the parameters of modules that every stage keeps; collective over the stages.
+    def check_copies(self, tensors: Mapping[str, Tensor], axis: str) -> None:
+        """Compare parameters that all ranks of a group hold alike; collective over the group.
 
         Raises:
-            KeptModuleError: They differ. This happens with an average of the model's weights, which
-                each stage forms with its own weights only.
+            UnequalCopiesError: They differ. This happens with an average of the model's weights,
+                which each stage forms with its own weights only, and with gradients of which a
+                tensor rank has a part.
         """
         sums = [tensor.detach().abs().sum(dtype=torch.float64) for tensor in tensors.values()]
         low = torch.stack(sums).to(self._device)
         high = low.clone()
-        stages = self._mesh.group("pipeline").handle
-        dist.all_reduce(low, op=dist.ReduceOp.MIN, group=stages)
-        dist.all_reduce(high, op=dist.ReduceOp.MAX, group=stages)
-        differs = (high - low > _ROUNDING * high).tolist()
+        group = self._mesh.group(axis).handle
+        dist.all_reduce(low, op=dist.ReduceOp.MIN, group=group)
+        dist.all_reduce(high, op=dist.ReduceOp.MAX, group=group)
+        differs = (high - low > _COPY_ROUNDING[axis] * high).tolist()
         for name, differs_here in zip(tensors, differs, strict=True):
             if differs_here:
-                raise KeptModuleError(
-                    f"'{name}' is kept by every pipeline stage (ParallelPlan.everywhere), but its "
-                    "values differ between them. A hook or the step changes it with weights that "
-                    "only one stage has, for example in an average of the model's weights "
-                    "(AveragedModel, EMA). Use pipeline_parallel_size=1"
-                )
+                raise UnequalCopiesError(f"'{name}' {_REASONS[axis]}")
 
     def is_same_length(self, length: int | None) -> bool:
         """Return True if all loaders are known to give the same number of batches.

@@ -28,6 +28,7 @@ from lightning_ptdp.tensor_parallel import SplitRandomness
 from lightning_ptdp.tensor_parallel.kinds.sharded_experts import ReadOnce
 from lightning_ptdp.tensor_parallel.randomness import PlacedDropout
 from lightning_ptdp.tensor_parallel.region import is_whole
+from lightning_ptdp.tensor_parallel.split_features import SplitFeatures
 from lightning_ptdp.world.mesh import ProcessMesh
 
 _HEADS = ("num_heads", "num_attention_heads", "n_head")
@@ -99,7 +100,10 @@ def make_surroundings(
         )
     if config.sequence_parallel and watches:
         entries.append(SplitTokens(blocks))
-    return Surroundings((*entries, DirectCalls()))
+    entries.append(DirectCalls())
+    if tensor.size > 1 and watches:
+        entries.append(SplitFeatures())
+    return Surroundings(entries)
 
 
 def _step_randomness(

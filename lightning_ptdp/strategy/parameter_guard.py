@@ -31,6 +31,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_ptdp.base.function_replacement import PartialModelError, PartialValues
+from lightning_ptdp.forward.direct_calls import HookedForward
 from lightning_ptdp.parameters.managed_parameter import ManagedParameters
 from lightning_ptdp.pipeline.placeholders import Placeholder
 from lightning_ptdp.shims.torch import has_compiled_parts
@@ -165,7 +166,8 @@ def _running_module() -> nn.Module | None:
         function = frame.f_code.co_name
         if function == "_call_impl":
             return frame.f_locals["self"]
-        if package == "lightning_ptdp" and function != "__torch_function__":
+        is_passed = isinstance(frame.f_locals.get("self"), HookedForward)
+        if package == "lightning_ptdp" and function != "__torch_function__" and not is_passed:
             return None
     return None
 

@@ -173,7 +173,7 @@ EVERYWHERE = ParallelPlan(
 def test_weight_average_of_partial_model_is_refused(conformance):
     place = Place(world_size=2, layout={**P2, "plan": EVERYWHERE})
     for message in conformance.ranks(run_refused, place, LitAveraged):
-        assert message.startswith("KeptModuleError: 'average.module.")
+        assert message.startswith("UnequalCopiesError: 'average.module.")
 
 
 class LitHooked(LitBlocks):

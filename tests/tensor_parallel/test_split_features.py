@@ -1,0 +1,118 @@
+"""Functions of features of which each tensor rank has a part, and parameters applied to them."""
+
+from dataclasses import dataclass
+
+import lightning.pytorch as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lightning_ptdp import ParallelPlan
+from lightning_ptdp.tensor_parallel import Column
+from tests.letters import T
+from tests.parity import Training
+
+WIDTH, INNER = 8, 32
+
+
+class Block(nn.Module):
+    def __init__(self, between, outputs, extra):
+        super().__init__()
+        self.between = between
+        self.norm, self.up = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, INNER)
+        self.extra, self.down = extra(), nn.Linear(outputs, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(self.between(self.up(self.norm(x)), self.extra))
+
+
+class LitBlocks(L.LightningModule):
+    def __init__(self, between, outputs=INNER, extra=nn.Identity, kinds=None):
+        super().__init__()
+        self.h = nn.ModuleList(Block(between, outputs, extra) for _ in range(2))
+        self.kinds = kinds
+
+    def configure_parallel(self):
+        return ParallelPlan(
+            blocks="h", tensor={"h.*.up": "column", "h.*.down": "row", **(self.kinds or {})}
+        )
+
+    def training_step(self, batch, batch_idx):
+        x = batch
+        for block in self.h:
+            x = block(x)
+        return F.mse_loss(x, batch.flip(-1))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def halves(h, extra):
+    a, b = h.chunk(2, -1)
+    return F.silu(a) * b
+
+
+HALF = {"outputs": INNER // 2}
+REFUSED = {
+    "chunk": (halves, HALF),
+    "glu": (lambda h, extra: F.glu(h), HALF),
+    "softmax": (lambda h, extra: h.softmax(-1), {}),
+    "mean": (lambda h, extra: h.relu() - h.mean(-1, keepdim=True), {}),
+    "layer_norm": (lambda h, extra: F.layer_norm(h.relu(), h.shape[-1:]), {}),
+    "normalize": (lambda h, extra: F.normalize(h, dim=-1), {}),
+    "roll": (lambda h, extra: h.roll(1, -1), {}),
+    "pad": (lambda h, extra: F.pad(h, (1, -1)), {}),
+    "__getitem__": (lambda h, extra: h * h[..., :1], {}),
+    "max": (lambda h, extra: h / h.max(), {}),
+}
+EQUAL = {
+    "elementwise": (lambda h, extra: F.gelu(h) * h[..., ::1].sigmoid() + h.clamp(max=1), {}),
+    "of heads": (lambda h, extra: h.reshape(*h.shape[:-1], -1, 4).softmax(-1).flatten(-2), {}),
+    "of parts": (halves, {**HALF, "kinds": {"h.*.up": Column(parts=(INNER // 2,) * 2)}}),
+    "partial": (lambda h, extra: extra(h), {"extra": nn.PReLU, "kinds": {"h.*.extra": "partial"}}),
+}
+UNDECLARED = {"undeclared": (lambda h, extra: extra(h), {"extra": nn.PReLU})}
+CASES = REFUSED | EQUAL | UNDECLARED
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(Training):
+    case: str
+
+    always_clips = False
+
+    def make_module(self):
+        between, options = CASES[self.case]
+        return LitBlocks(between, **options)
+
+    def make_data(self):
+        shape = (self.steps * self.global_batch, 3, WIDTH)
+        return torch.randn(shape, generator=torch.Generator().manual_seed(2))
+
+
+def refused(rank, run):
+    trainer = run.make_trainer()
+    with pytest.raises((ValueError, RuntimeError)) as error:
+        trainer.fit(run.make_module(), *run.make_loaders(trainer))
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_function_of_split_features_is_refused_with_its_line(name, pool):
+    run = Run(case=name).on((2, {T: 2}))
+    for message in pool.run(refused, world_size=2, args=(run,)):
+        assert "test_split_features.py, line" in message
+        assert f"calls {name} over the features of 'h.0.up'" in message
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_functions_of_own_features_match_single_process(name, parity):
+    parity.check(Run(case=name), (2, {T: 2}))
+
+
+def test_undeclared_parameter_of_split_features_is_named(pool):
+    run = Run(case="undeclared", steps=18).on((2, {T: 2}))
+    for message in pool.run(refused, world_size=2, args=(run,)):
+        assert message.startswith("'h.0.extra.weight' is whole on every tensor rank")
+        assert "declare its module as 'partial'" in message
