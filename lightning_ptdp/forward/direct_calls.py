@@ -47,7 +47,7 @@ class DirectCalls(Surrounding):
         if kind not in self._seen:
             self._seen.add(kind)
             for module in self._module.modules():
-                if _has_own_hooks(module):
+                if _has_own_hooks(module) and not isinstance(module, torch.jit.ScriptModule):
                     # Hugging Face models read the signature; they are not within compiled blocks.
                     is_model = hasattr(type(module), "main_input_name")
                     replace_forward(module, HookedForward, as_method=not is_model)

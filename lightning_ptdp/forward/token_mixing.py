@@ -11,6 +11,7 @@ and (b, h, n) in functions of torch that work along the last dimension.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -132,17 +133,28 @@ class TokenMixing(TorchFunctionMode):
         ):
             self._refuse(calling_line(unless="lightning_ptdp"), name, values)
         result = function(*args, **kwargs)
-        if self.tokens and (
-            self._is_total(name, values, options, result)
-            or self._loses_tokens(name, values, result)
-        ):
+        if self.tokens and self._is_total(name, values, options, result):
+            # A maximum may be logged, with the same reduction over the ranks.
+            warns = name in ("max", "min") and self._averages_here()
+            self._refuse(calling_line(unless="lightning_ptdp"), name, values, warns=warns)
+        elif self.tokens and self._loses_tokens(name, values, result):
             self._refuse(calling_line(unless="lightning_ptdp"), name, values)
         return result
 
-    def _refuse(self, line: str | None, name: str, args: Sequence[Any]) -> None:
-        if line is not None:
-            first = next(iterate_tensors(args))
-            raise self._refusal(f"{line} calls {name} on a tensor {tuple(first.shape)}")
+    def _refuse(
+        self, line: str | None, name: str, args: Sequence[Any], *, warns: bool = False
+    ) -> None:
+        if line is None:
+            return
+        first = next(iterate_tensors(args))
+        error = self._refusal(f"{line} calls {name} on a tensor {tuple(first.shape)}")
+        if not warns:
+            raise error
+        warnings.warn(str(error), stacklevel=3)
+
+    def _averages_here(self) -> bool:
+        averages = self._averages
+        return averages is not None and not any(one in averages for one in running_modules())
 
     def _is_total(
         self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
@@ -160,8 +172,7 @@ class TokenMixing(TorchFunctionMode):
             or 0 < len(named_dims(name, args, kwargs)) < args[0].dim()
         ):
             return False
-        averages = self._averages
-        if averages is None or any(module in averages for module in running_modules()):
+        if not self._averages_here():
             return True
         return result.requires_grad and not (name in _AVERAGED or name.endswith("_loss"))
 
@@ -190,13 +201,21 @@ class TokenMixing(TorchFunctionMode):
         return False
 
     def _token_dim(self, x: object) -> int | None:
-        """Return the dimension of the tokens of a hidden state, or of heads' (b, ..., n, ...)."""
-        n = self.tokens
+        """Return the dimension of the tokens of a hidden state, or of heads.
+
+        (b, n, h), (b, h, n), (n, b, h), (b, n, k, d) or (b, k, n, d).
+        """
+        b, n = self.samples, self.tokens
         if not isinstance(x, Tensor) or not 3 <= x.dim() <= 4 or not x.is_floating_point():
+            return None
+        if x.dim() == 3 and x.shape[:2] == (n, b):
+            return 0 if n != b else 1
+        if x.size(0) != b:
             return None
         if x.size(1) == n:
             return 1
-        return x.shape.index(n) if n in x.shape and n != self.samples else None
+        is_second = x.size(2) == n and (x.dim() == 4 or x.size(1) in self._sizes)
+        return 2 if is_second else None
 
     def _mixes(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         x = args[0] if args else None

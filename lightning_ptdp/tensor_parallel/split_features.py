@@ -13,7 +13,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_ptdp.base.function_replacement import PartialModelError, PartialValues, named_dims
+from lightning_ptdp.base.function_replacement import (
+    PRODUCTS,
+    PartialModelError,
+    PartialValues,
+    named_dims,
+)
 from lightning_ptdp.forward.surroundings import Context, Forward, Surrounding
 from lightning_ptdp.shims.torch import has_compiled_parts
 from lightning_ptdp.tensor_parallel.kinds.vocabulary import VocabularyParallelHead
@@ -100,12 +105,16 @@ class _Features(PartialValues):
             raise self._refusal(layer, name)
 
     def _follow(self, func: Callable[..., Any], parts: list[Tensor], result: Tensor) -> Tensor:
+        name = getattr(func, "__name__", "")
+        # The output of the row layer may have the same shape.
+        if self.line is None or name == "linear" or name in PRODUCTS:
+            return parts[0]
         for part in parts:
             if part.shape == result.shape:
                 self._names[result] = self._names[part]
                 return part
-        if result.numel() == 1 and result.is_floating_point() and self.line is not None:
-            raise self._refusal(self._names[parts[0]], getattr(func, "__name__", ""))
+        if result.numel() == 1 and result.is_floating_point():
+            raise self._refusal(self._names[parts[0]], name)
         return parts[0]
 
     def _refused(self, layer: str, function: str) -> PartialModelError:

@@ -341,14 +341,13 @@ NUMBERS = {
     "norm": lambda x: x.norm(),
     "vector_norm": lambda x: torch.linalg.vector_norm(x),
     "std": lambda x: x.std(),
-    "max": lambda x: x.max(),
     "amax": lambda x: x.abs().amax(),
     "logsumexp": lambda x: x.logsumexp((0, 1, 2)),
     "einsum": lambda x: torch.einsum("bsh,bsh->", x, x),
-    "of losses": lambda x: x[..., 0].max(),
+    "of losses": lambda x: x[..., 0].std(),
     "rows": lambda x: x.flatten(0, 1).mean(0),
     "largest losses": lambda x: x[..., 0].flatten().topk(4).values,
-    "largest loss": lambda x: x[..., 0].flatten().max(),
+    "norm of losses": lambda x: x[..., 0].flatten().norm(),
     "variance of rows": lambda x: x.reshape(-1, WIDTH).var(0),
     "covariance": lambda x: x.flatten(0, 1).T @ x.flatten(0, 1),
 }
@@ -371,6 +370,13 @@ def refused(call, **options):
 @pytest.mark.parametrize("name", NUMBERS)
 def test_number_that_is_no_mean_over_ranks_is_refused(name):
     refused(NUMBERS[name])
+
+
+def test_largest_number_warns_because_it_may_be_logged():
+    x = torch.rand(3, LENGTH, WIDTH, requires_grad=True)
+    with pytest.warns(UserWarning, match=r"line \d+, calls max on a tensor"), watching():
+        x[..., 0].flatten().max()
+    refused(lambda x: x.max(), averages=None)
 
 
 @pytest.mark.parametrize("name", TOTALS)
