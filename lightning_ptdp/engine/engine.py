@@ -16,6 +16,10 @@ from lightning_ptdp.base.random import derive_seed
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel import ReplicaBuffers
 from lightning_ptdp.engine.decoding import Decoding
+from lightning_ptdp.engine.loss_habits import (
+    warn_of_counted,
+    warn_of_loss,
+)
 from lightning_ptdp.engine.metric_groups import BatchMetrics, scope_metrics
 from lightning_ptdp.engine.microbatches import microbatch_sizes, split_batch
 from lightning_ptdp.engine.optimization import Optimization
@@ -27,11 +31,7 @@ from lightning_ptdp.engine.replica_step import (
     num_tokens,
 )
 from lightning_ptdp.engine.sharing import ReportSharing
-from lightning_ptdp.engine.step_habits import (
-    FirstBatchInspection,
-    warn_of_counted,
-    warn_of_loss,
-)
+from lightning_ptdp.engine.step_habits import FirstBatchInspection
 from lightning_ptdp.engine.step_report import (
     LogRecorder,
     ReportStream,

@@ -17,16 +17,16 @@ from lightning_ptdp.base.random import derive_seed
 from lightning_ptdp.data_parallel import GradientStore
 from lightning_ptdp.data_parallel.sharded_parameters import ShardedParameters
 from lightning_ptdp.engine.context_report import PartReports, whole_outputs
-from lightning_ptdp.engine.metric_groups import BatchMetrics
-from lightning_ptdp.engine.microbatches import merge_outputs, signature
-from lightning_ptdp.engine.step_habits import (
+from lightning_ptdp.engine.loss_habits import (
     divisor_of,
     warn_of_counted,
     warn_of_divisors,
     warn_of_loss,
     warn_of_slices,
-    watch_samples,
 )
+from lightning_ptdp.engine.metric_groups import BatchMetrics
+from lightning_ptdp.engine.microbatches import merge_outputs, signature
+from lightning_ptdp.engine.step_habits import watch_samples
 from lightning_ptdp.engine.step_report import (
     LogCall,
     LogRecorder,

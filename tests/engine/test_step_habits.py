@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_ptdp.engine.step_habits import warn_of_slices
+from lightning_ptdp.engine.loss_habits import warn_of_slices
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.parity import make_trainer
 

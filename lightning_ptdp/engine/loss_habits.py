@@ -1,0 +1,205 @@
+"""Detection of losses whose value depends on microbatches, replicas, or slices of the sequence.
+
+Each function reads the last operations of the loss from its graph, and warns once of a finding. It
+computes nothing; some read numbers from the device.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_ptdp.base.nested import Nested, iterate_tensors
+
+PAGE = 'docs/microbatches.md, "What a microbatch changes"'
+_MEAN, _SUM = 1, 2
+"""Numbers by which torch's losses store their reduction."""
+_THROUGH = frozenset(
+    ("AddBackward0", "ToCopyBackward0", "AliasBackward0", "ViewBackward0", "SqueezeBackward0")
+)
+_SCALED = _THROUGH | {"DivBackward0", "MulBackward0", "MeanBackward0", "StackBackward0"}
+_DIVISORS = MappingProxyType(
+    {
+        "DivBackward0": "_saved_other",
+        "NllLossBackward0": "_saved_total_weight",
+        "NllLoss2DBackward0": "_saved_total_weight",
+    }
+)
+_ROUNDING = 1e-5
+
+
+def warn_of_loss(loss: Tensor, *, replicas: bool) -> None:
+    """Warn of a loss that is a sum, or that compares samples with each other.
+
+    Args:
+        loss: Loss of one microbatch, or of one replica's batch.
+        replicas: Whether only replicas divide the batch.
+    """
+    part, parts = ("replica", "replicas") if replicas else ("microbatch", "microbatches")
+    if any(_is_sum(node) for node in _ends(loss.grad_fn, _THROUGH)):
+        warnings.warn(
+            f"the loss is a sum (such as reduction='sum') over one {part}, but {parts} are "
+            "averaged. If the sum grows with the batch, the loss and its gradient are smaller "
+            f"than in one process by the number of {parts}. Return a mean, or a dictionary "
+            f"with the mean as 'loss' and its 'num_tokens' ({PAGE})",
+            stacklevel=2,
+        )
+    if any(_compares_samples(node) for node in _ends(loss.grad_fn, _SCALED)):
+        remedy = "Use num_microbatches=1 or a larger micro_batch_size"
+        if replicas:
+            remedy = "Compare with samples gathered from all replicas"
+        warnings.warn(
+            f"the loss compares samples within their {part} (contrastive, in-batch negatives), "
+            f"which has fewer samples than the batch. {remedy} ({PAGE})",
+            stacklevel=2,
+        )
+
+
+def warn_of_slices(loss: Tensor, *, samples: int, tokens: int) -> None:
+    """Warn of a sum over the tokens of a slice that is not divided by a number of tokens.
+
+    Args:
+        loss: Mean loss of a slice of the sequence.
+        samples: Number of samples of the microbatch.
+        tokens: Number of tokens of the slice.
+    """
+    for node, factors in _scaled_sums(loss.grad_fn, ()):
+        size = getattr(node, "_saved_self_sym_sizes", None)
+        shape = tuple(node._saved_self.shape if size is None else size)
+        is_slice = shape[:2] == (samples, tokens) or shape[:1] == (samples * tokens,)
+        most = shape[0] if "NllLoss" in node.name() else math.prod(shape)
+        is_mean = any(factor and samples < 1 / abs(factor) <= most for factor in factors)
+        # warn_of_loss has named a sum without factors.
+        if is_slice and factors and not is_mean:
+            warnings.warn(
+                "the loss contains a sum over the tokens of a slice of the sequence, but slices "
+                "are averaged, so the sum is smaller than in one process by the number of slices. "
+                "Use the mean over the tokens, or context_parallel_size=1",
+                stacklevel=2,
+            )
+            return
+
+
+def _scaled_sums(node: Any, factors: tuple[float, ...]) -> Iterator[tuple[Any, tuple[float, ...]]]:
+    """Yield the sums in a loss, each with the numbers by which it is multiplied."""
+    if node is None:
+        return
+    if _is_sum(node):
+        yield node, factors
+    name, before = node.name(), [one for one, _ in node.next_functions]
+    if name in ("DivBackward0", "MulBackward0"):
+        other, before = node._saved_other, before[:1]
+        if other is None or other.numel() != 1:
+            return
+        number = float(other)
+        factors += (number if name == "MulBackward0" else 1 / number if number else 0.0,)
+    elif name not in _THROUGH | {"NegBackward0", "SubBackward0"}:
+        return
+    for one in before:
+        yield from _scaled_sums(one, factors)
+
+
+def divisor_of(loss: Tensor, batch: Nested) -> Tensor | None:
+    """Return the number by which the loss was divided last, such as the sum of a mask.
+
+    A cross-entropy is divided by the weight of its labels. It is left out if ``batch`` has ignored
+    labels, whose numbers are compared elsewhere. The result is None if there is no such division.
+    """
+    nodes = [
+        node
+        for node in _ends(loss.grad_fn, _THROUGH | {"MeanBackward0"})
+        if node.name() in _DIVISORS
+    ]
+    if len(nodes) != 1:
+        return None
+    divisor: Tensor = getattr(nodes[0], _DIVISORS[nodes[0].name()])
+    ignores = hasattr(nodes[0], "_saved_ignore_index") and any(
+        bool((tensor.long() == _ignored_label(nodes[0])).any())
+        for tensor in iterate_tensors(batch)
+        if not tensor.is_floating_point()
+    )
+    return None if divisor.dim() or ignores else divisor.detach()
+
+
+def _ignored_label(node: Any) -> int:
+    """Return the label that a cross-entropy ignores; torch stores it without its sign."""
+    index: int = node._saved_ignore_index
+    return index - 2**64 if index >= 2**63 else index
+
+
+def warn_of_counted(loss: Tensor, labels: Tensor | None = None) -> None:
+    """Warn of a cross-entropy whose mean has another weight than the number of its labels.
+
+    Args:
+        loss: Loss of one replica's batch, or of a slice of its sequences.
+        labels: Number of labels by which the loss is weighted; None: those that are not ignored.
+            It is read from the device.
+    """
+    nodes = [node for node in _ends(loss.grad_fn, _THROUGH) if "NllLoss" in node.name()]
+    if len(nodes) != 1 or nodes[0]._saved_reduction != _MEAN:
+        return
+    counted = float(nodes[0]._saved_total_weight)
+    if labels is None:
+        labels = (nodes[0]._saved_target != _ignored_label(nodes[0])).sum()
+    if abs(counted - float(labels)) > _ROUNDING * counted:
+        warnings.warn(
+            f"the loss is a mean over labels with a total weight of {counted:g} (class weights, "
+            f"labels that the step ignores), but ranks are averaged as if it were {int(labels)}. "
+            "Return a dictionary with the mean as 'loss' and the total weight as 'num_tokens' "
+            f"({PAGE})",
+            stacklevel=2,
+        )
+
+
+def warn_of_divisors(divisors: Sequence[Tensor | None]) -> None:
+    """Warn if equally large microbatches take means over different numbers of values.
+
+    The divisors are read from the device.
+    """
+    values = [float(divisor) for divisor in divisors if divisor is not None]
+    if len(values) == len(divisors) and max(values) - min(values) > _ROUNDING * abs(
+        max(values, key=abs)
+    ):
+        warnings.warn(
+            "the loss is divided by a number that differs between microbatches, such as the sum of "
+            f"a mask or of class weights ({min(values):g} to {max(values):g}), but all microbatches "
+            "have the same weight. Return a dictionary with the mean as 'loss' and this number as "
+            f"'num_tokens' ({PAGE})",
+            stacklevel=2,
+        )
+
+
+def _ends(node: Any, through: frozenset[str]) -> Iterator[Any]:
+    """Yield the last operations of the loss, behind those that keep its meaning."""
+    if node is None:
+        return
+    if node.name() not in through:
+        yield node
+        return
+    for before, _ in node.next_functions:
+        yield from _ends(before, through)
+
+
+def _is_sum(node: Any) -> bool:
+    return bool(node.name() == "SumBackward0" or getattr(node, "_saved_reduction", None) == _SUM)
+
+
+def _compares_samples(node: Any) -> bool:
+    """Return True for a cross-entropy over the samples themselves.
+
+    Each sample has one view, or two (as in NT-Xent, without the sample's own logit).
+    """
+    if node.name() != "NllLossBackward0" or node._saved_self.dim() != 2:
+        return False
+    target: Tensor = node._saved_target
+    rows, classes = node._saved_self.shape
+    samples = rows if classes == rows else rows // 2
+    if samples < 2 or classes not in (rows, rows - 1) or (classes < rows and rows % 2):
+        return False
+    return torch.equal(target, torch.arange(rows, device=target.device) % samples)
