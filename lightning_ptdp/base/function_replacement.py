@@ -139,6 +139,7 @@ _DIM_AT = MappingProxyType(
 _INDICES = frozenset(("__getitem__", "__setitem__"))
 _DECOMPOSITIONS = frozenset(("svd", "qr", "inverse", "pinverse", "cholesky"))
 PRODUCTS = frozenset(("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "einsum"))
+"""Names of functions that multiply matrices."""
 _LAST_BY_DEFAULT = frozenset(("argsort", "diff", "glu", "kthvalue", "mode", "sort", "topk"))
 
 

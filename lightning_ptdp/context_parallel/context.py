@@ -144,16 +144,15 @@ class ContextParallel(Surrounding):
             self._seen.setdefault(forward.stage, running.attention.seen)
 
     def _watch(self, forward: Forward, running: ContextForward) -> Context:
-        kind = (forward.hook, forward.stage)
         module = self._module
         if (
             module is None
             or not self.watches
-            or kind in self._watched
+            or forward.kind in self._watched
             or has_compiled_parts(module)
         ):
             return contextlib.nullcontext()
-        self._watched.add(kind)
+        self._watched.add(forward.kind)
         tokens = running.length // self.group.size
         return TokenMixing(
             lambda call: ContextParallelError(

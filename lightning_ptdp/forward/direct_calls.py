@@ -43,9 +43,8 @@ class DirectCalls(Surrounding):
     def around(self, forward: Forward) -> Context:
         """Replace the forwards of the modules with hooks, in the first forward of its kind."""
         assert self._module is not None
-        kind = (forward.hook, forward.stage)
-        if kind not in self._seen:
-            self._seen.add(kind)
+        if forward.kind not in self._seen:
+            self._seen.add(forward.kind)
             for module in self._module.modules():
                 if _has_own_hooks(module) and not isinstance(module, torch.jit.ScriptModule):
                     # Hugging Face models read the signature; they are not within compiled blocks.

@@ -92,6 +92,11 @@ class Forward:
         self.batch = self.whole
 
     @property
+    def kind(self) -> tuple[str, int]:
+        """Return the step and the stage; a first forward of each kind may be watched."""
+        return self.hook, self.stage
+
+    @property
     def training(self) -> bool:
         """Return True if a backward follows."""
         return self.hook == "training_step"

@@ -332,10 +332,9 @@ class SplitTokens(Surrounding):
 
     def around(self, forward: Forward) -> Context:
         """Watch a forward, if it is the first of its kind."""
-        kind = (forward.hook, forward.stage)
-        if self._mode is None or kind in self._watched:
+        if self._mode is None or forward.kind in self._watched:
             return contextlib.nullcontext()
-        self._watched.add(kind)
+        self._watched.add(forward.kind)
         return self._mode
 
     def _note(self, _module: nn.Module, args: Any, kwargs: Any) -> None:

@@ -30,7 +30,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_ptdp.base.function_replacement import PartialModelError, PartialValues
+from lightning_ptdp.base.function_replacement import (
+    PRODUCTS,
+    PartialModelError,
+    PartialValues,
+)
 from lightning_ptdp.forward.direct_calls import HookedForward
 from lightning_ptdp.parameters.managed_parameter import ManagedParameters
 from lightning_ptdp.pipeline.placeholders import Placeholder
@@ -42,8 +46,8 @@ _INSIDE = ("_call_impl", "_named_members")
 """Functions of torch around a forward and a loop over parameters."""
 _SAVES = {"save", "save_file", "save_model", "dump"}
 """Names of functions that save a state."""
-_PRODUCTS = {"linear", "bilinear", "embedding", "einsum", "conv1d", "conv2d", "conv3d"} | {
-    *("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "baddbmm", "tensordot")
+_PRODUCTS = PRODUCTS | {
+    *("linear", "bilinear", "embedding", "conv1d", "conv2d", "conv3d", "baddbmm", "tensordot")
 }
 """Names of functions whose result is wrong or incomplete if a factor is a part of a matrix."""
 _NUMBERS = {"norm", "vector_norm", "sum", "mean", "std", "var", "histogram", "histc"}

@@ -43,10 +43,9 @@ class SplitFeatures(Surrounding):
 
     def around(self, forward: Forward) -> Context:
         """Watch a forward, if it is the first of its kind."""
-        kind = (forward.hook, forward.stage)
-        if self._module is None or kind in self._seen:
+        if self._module is None or forward.kind in self._seen:
             return contextlib.nullcontext()
-        self._seen.add(kind)
+        self._seen.add(forward.kind)
         return _watched(self._module)
 
 
