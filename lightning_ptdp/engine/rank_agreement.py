@@ -20,7 +20,8 @@ _READ = 65536
 _MASK = 2**62 - 1
 _NOTHING = -(2**63)
 _COPY_ROUNDING = MappingProxyType({"pipeline": 1e-5, "tensor": 1e-4})
-"""Relative differences of copies; tensor ranks compute theirs, and stages receive a sum."""
+"""Relative differences that are rounding: tensor ranks compute their copies' gradients, and stages
+receive the same sum."""
 
 
 class BatchMismatchError(PTDPError, RuntimeError):

@@ -239,7 +239,7 @@ class _Reductions(TorchFunctionMode):
         return function(*args, **kwargs)
 
     def _has_samples(self, x: Tensor, keeps_features: bool, name: str) -> bool:
-        """Return True for one row per sample, or one loss per sample or token that is ordered."""
+        """Return True for a row of each sample, or for losses that ``name`` orders."""
         if keeps_features:
             return len(x) == self._samples > 1
         return name in ORDERING and x.requires_grad and len(x) % self._samples == 0

@@ -2,7 +2,7 @@
 
 ``module.forward(x)`` skips all hooks of the module, among them those that give a Hugging Face model
 the positions of a slice of the sequence, or that pass activations between pipeline stages. Users
-and other packages (AdaLoRA of peft) call modules so.
+and other packages (AdaLoRA of peft) call modules this way.
 """
 
 from __future__ import annotations

@@ -271,7 +271,10 @@ class TokenMixing(TorchFunctionMode):
         return sums or (x.size(-2), other.size(-1)) == (n, n)
 
     def _is_flat(self, x: object, dims: int = 2) -> bool:
-        """Return True for (b n, h), or (n, h) of one sample, with a gradient; or without h."""
+        """Return True for rows with a gradient: (b n, h), or (n, h) of one sample.
+
+        With ``dims=1``, for one number per row.
+        """
         n, rows = self.tokens, self.samples * self.tokens
         return (
             isinstance(x, Tensor)
