@@ -205,7 +205,7 @@ def test_address_without_its_library_is_refused(url, tmp_path, capsys, monkeypat
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     for action in (local_copy, config_values, LitCausalLM.configure_model):
         argument = LitCausalLM(url) if action is LitCausalLM.configure_model else url
-        with pytest.raises(RequirementError, match=r"pip install gcsfs|Copy the file"):
+        with pytest.raises(RequirementError, match=r"lightning-ptdp\[gs\]|Copy the file"):
             action(argument)
     assert main(["convert", url, str(tmp_path / "x.ckpt")]) == 2
     said = capsys.readouterr().err

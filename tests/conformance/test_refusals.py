@@ -445,7 +445,10 @@ def test_unusable_address_for_checkpoints_is_refused(place, url, words):
             "s3://bucket/last.ckpt needs s3fs, which is not installed. Run: pip install "
             "'lightning-ptdp[s3]'",
         ),
-        ("gs://bucket/last.ckpt", "needs gcsfs, which is not installed. Run: pip install gcsfs"),
+        (
+            "gs://bucket/last.ckpt",
+            "needs gcsfs, which is not installed. Run: pip install 'lightning-ptdp[gs]'",
+        ),
         ("tape://7/last.ckpt", "fsspec does not support URLs with the protocol tape://"),
     ],
 )
