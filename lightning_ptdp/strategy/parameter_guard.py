@@ -11,7 +11,8 @@ parts of matrices. While a step runs, these are refused:
 
 ``state_dict()`` is refused where it is saved, in hooks and after ``fit``: the file would have a part
 of the model, which nothing shows. In other hooks, ``zip`` over parameters of a pipeline stage is
-refused, and a loop in code that computes norms or sums causes a warning.
+refused, and so are collectives of ``torch.distributed`` over parameters. A loop in code that computes
+norms or sums causes a warning.
 
 Everything else inside the forward of a module is allowed: a layer computes with its part. So are
 loops of libraries, such as optimizers and Lightning, outside of the steps.
@@ -39,6 +40,7 @@ from lightning_ptdp.forward.direct_calls import HookedForward
 from lightning_ptdp.parameters.managed_parameter import ManagedParameters
 from lightning_ptdp.pipeline.placeholders import Placeholder
 from lightning_ptdp.shims.torch import has_compiled_parts
+from lightning_ptdp.strategy.world_calls import COLLECTIVES, refusing_world_calls
 
 _TRAINERS = ("lightning", "pytorch_lightning", "lightning_ptdp")
 _LIBRARIES = (*_TRAINERS, "torchmetrics", "transformers")
@@ -61,6 +63,7 @@ class ParameterGuard:
         module: The LightningModule, cut.
         parameters: Its parameters.
         options: Options that divide it, for the message.
+        refuse: Raises the error for a collective over all processes in a step; None: allowed.
 
     Attributes:
         hook: The user's step that runs, if any.
@@ -69,8 +72,16 @@ class ParameterGuard:
         owners: Parameter -> modules that have it as an attribute.
     """
 
-    def __init__(self, module: nn.Module, parameters: ManagedParameters, options: str) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        parameters: ManagedParameters,
+        options: str,
+        *,
+        refuse: Callable[[str], object] | None,
+    ) -> None:
         self.hook: str | None = None
+        self._refuse = refuse
         self.module = module
         self.options = options
         self._seen: set[str] = set()
@@ -111,10 +122,27 @@ class ParameterGuard:
         watches &= first and not has_compiled_parts(self.module)
         self.hook = hook
         try:
-            with _StepValues(self, self._faults) if watches else contextlib.nullcontext():
+            with contextlib.ExitStack() as watching:
+                if first:
+                    self._warn_of_world_size()
+                if first and self._refuse is not None:
+                    watching.enter_context(refusing_world_calls(self._refuse))
+                if watches:
+                    watching.enter_context(_StepValues(self, self._faults))
                 yield
         finally:
             self.hook = None
+
+    def _warn_of_world_size(self) -> None:
+        step = inspect.unwrap(getattr(self.module, str(self.hook), None) or len)
+        code = getattr(step, "__code__", None)
+        if code is not None and "world_size" in _names_in(code):
+            warnings.warn(
+                f"{self.hook} reads world_size, which counts the ranks that share a replica "
+                f"({self.options}). To scale a loss or a count by the number of replicas, use "
+                "self.trainer.strategy.distributed_sampler_kwargs['num_replicas']",
+                stacklevel=2,
+            )
 
     def refusal(self, fault: str) -> PartialModelError:
         """Return the error of a step with this fault."""
@@ -232,7 +260,15 @@ def _named_parameters(
     guard = guarded.guard
     recurses = kwargs.get("recurse", True)
     frames = guard.users_frames() if guard.hook is None and recurses else []
-    if frames and _NUMBERS & set().union(*(_names_in(frame.f_code) for frame in frames)):
+    used = set().union(*(_names_in(frame.f_code) for frame in frames))
+    if calls := COLLECTIVES & used:
+        raise PartialModelError(
+            f"{frames[-1].f_code.co_name} loops over {guarded.loop('parameters()')} and calls "
+            f"torch.distributed.{min(calls)}, but this rank has only a part of them "
+            f"({guard.options}), which the others do not have. Remove the call: the strategy keeps "
+            "weights and gradients of all replicas equal"
+        )
+    if _NUMBERS & used:
         warnings.warn(
             f"{frames[-1].f_code.co_name} loops over {guarded.loop('parameters()')}, but this rank "
             "has only a part of them, so a norm or a sum is that of the part. "

@@ -126,7 +126,12 @@ class SetupHooks(StepHooks):
         )
         if self.layout.divides_model:
             module.__dict__[CUT_MARK] = self.layout.describe()
-            self._guard = ParameterGuard(module, self.parallel.parameters, self.layout.describe())
+            self._guard = ParameterGuard(
+                module,
+                self.parallel.parameters,
+                self.layout.describe(),
+                refuse=self._alone if self.layout.pipeline_parallel_size > 1 else None,
+            )
         self._surroundings = make_surroundings(
             config=self.config,
             mesh=self.mesh,

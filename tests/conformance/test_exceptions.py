@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from torch.distributed.nn.functional import all_gather as gather_with_gradients
 
 from lightning_ptdp.strategy import stopping
 from tests.conformance.toys import (
@@ -179,6 +180,10 @@ class Communicates(LitNet):
                 self.trainer.strategy.broadcast(value)
             case "reduce":
                 self.trainer.strategy.reduce(value)
+            case "torch.distributed.all_reduce":
+                dist.all_reduce(value)
+            case "torch.distributed.all_gather":
+                gather_with_gradients(value)
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
@@ -211,6 +216,8 @@ def communicates(rank, place, hook, name):
         ("training_step", "barrier"),
         ("validation_step", "broadcast"),
         ("validation_step", "reduce"),
+        ("training_step", "torch.distributed.all_reduce"),
+        ("validation_step", "torch.distributed.all_gather"),
     ],
 )
 def test_collective_in_pipeline_step_is_refused(hook, name, conformance):
@@ -225,7 +232,7 @@ def test_collective_in_pipeline_step_is_refused(hook, name, conformance):
 
 def test_collectives_in_steps_of_replicas_complete(conformance):
     place = Place(world_size=2, layout={"num_microbatches": 2})
-    for name in ("all_gather", "barrier"):
+    for name in ("all_gather", "barrier", "torch.distributed.all_reduce"):
         assert conformance.ranks(communicates, place, "training_step", name) == ["", ""]
 
 

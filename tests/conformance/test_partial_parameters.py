@@ -325,6 +325,51 @@ def warnings_of(rank, place):
     return [text.partition(",")[0] for text in texts]
 
 
+class LitBroadcasts(LitBlocks):
+    def on_train_start(self):
+        for parameter in self.parameters():
+            torch.distributed.broadcast(parameter.data, 0)
+
+
+class LitAverages(LitBlocks):
+    def on_after_backward(self):
+        average(self)
+
+
+def average(module):
+    [torch.distributed.all_reduce(p.grad) for p in module.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("layout", ["p2", "t2"])
+@pytest.mark.parametrize(
+    ("kind", "call"), [(LitBroadcasts, "broadcast"), (LitAverages, "all_reduce")]
+)
+def test_collective_over_parameters_in_hook_is_refused(layout, kind, call, conformance):
+    for found in conformance.ranks(run_refused, LAYOUTS[layout], kind):
+        assert found.startswith("PartialModelError: on_")
+        assert f"loops over self.parameters() and calls torch.distributed.{call}, but" in found
+
+
+class LitScaled(LitBlocks):
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch) * self.trainer.world_size
+
+
+def test_number_of_ranks_in_step_causes_warning(conformance):
+    first, second = conformance.ranks(scaling_warnings, LAYOUTS["t2"], LitScaled)
+    assert first == second == ["training_step reads world_size"]
+    for kind, place in ((LitScaled, Place(world_size=2, layout={})), (LitMonitor, LAYOUTS["t2"])):
+        assert conformance.ranks(scaling_warnings, place, kind) == [[], []]
+
+
+def scaling_warnings(rank, place, kind):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        run(rank, place, kind)
+    texts = [str(one.message) for one in caught if "'num_replicas'" in str(one.message)]
+    return [text.partition(",")[0] for text in texts]
+
+
 class LitTeacher(LitBlocks):
     """Keeps an average of its blocks by hand."""
 
