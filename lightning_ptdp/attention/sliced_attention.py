@@ -11,12 +11,14 @@ Shapes: b samples, n heads, s tokens in the full sequence, s/c local tokens.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import and_
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from lightning_ptdp.attention.attention_protocol import (
     AttentionCall,
@@ -151,12 +153,11 @@ class SlicedAttention:
                 "context_parallel_size=1 for a key/value cache, cross-attention, or tokens "
                 "that the model adds to the sequence"
             )
-        if self.differentiates and not torch.is_grad_enabled():
+        if self.differentiates and not torch.is_grad_enabled() and _is_in_autograd_function():
             raise ContextParallelError(
-                "attention runs with gradients disabled inside a forward with gradients "
-                "enabled, as under a reentrant checkpoint. Its recomputation could not be "
-                "intercepted. Use PTDPStrategy(recompute=...) or use_reentrant=False, and "
-                "freeze parts of the model by requires_grad=False instead of no_grad"
+                "attention runs inside the forward of a torch.autograd.Function, as under a "
+                "reentrant checkpoint. Its recomputation could not be intercepted. Use "
+                "PTDPStrategy(recompute=...) or use_reentrant=False"
             )
 
     def _read(self, call: AttentionCall, samples: int, kv_heads: int) -> WholeMask:
@@ -297,6 +298,19 @@ def known_mask(device: torch.device) -> Tensor:
     Models take a mask with four dimensions as it is. They neither read it nor make another one.
     """
     return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+
+
+def _is_in_autograd_function() -> bool:
+    """Return True inside the forward of a ``torch.autograd.Function``."""
+    if torch.compiler.is_compiling():
+        return True
+    frame = inspect.currentframe()
+    while frame is not None:
+        first = frame.f_code.co_varnames[:1]
+        if first and isinstance(frame.f_locals.get(first[0]), FunctionCtx):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _is_known(mask: Tensor | None) -> bool:

@@ -1,12 +1,12 @@
-"""CLIP, LED and Informer under a pipeline, and their variants that cannot be split."""
+"""Modules with several models: CLIP, LED, Informer, a student and its teacher."""
 
 import pytest
 import torch
 
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.strategy.checks import check_model
-from tests.huggingface.runs import VOCABULARY, LitHuggingFace, Run
-from tests.letters import M, P, T, V
+from tests.huggingface.runs import VOCABULARY, LitHuggingFace, Run, make_model
+from tests.letters import C, M, P, T, V, Z
 
 pytestmark = pytest.mark.thorough
 
@@ -113,13 +113,38 @@ class Informer(LitTowers):
         ).loss
 
 
+class Student(LitTowers):
+    """Learns from a teacher of another family, which runs without gradients."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.model = make_model("llama")
+        self.teacher = make_model("gpt2").requires_grad_(False).eval()
+
+    def loss(self, batch):
+        tokens = batch["input_ids"]
+        with torch.no_grad():
+            wanted = self.teacher(input_ids=tokens).logits.softmax(-1)
+        learned = self.model(input_ids=tokens).logits
+        return -(wanted * learned.log_softmax(-1)).sum(-1).mean()
+
+
 class Distilling(Informer):
     distil = True
 
 
 @pytest.mark.parametrize(
     ("module", "layout"),
-    [(Clip, {P: 2}), (Led, {P: 2}), (Led, {T: 2}), (Informer, {P: 2}), (Informer, {P: 2, V: 2})],
+    [
+        (Clip, {P: 2}),
+        (Led, {P: 2}),
+        (Led, {T: 2}),
+        (Informer, {P: 2}),
+        (Informer, {P: 2, V: 2}),
+        (Student, {T: 2}),
+        (Student, {C: 2}),
+        (Student, {Z: "parameters"}),
+    ],
 )
 def test_model_trains_like_single_process(module, layout, parity):
     run = Run(model="", module=module, steps=3, layout={M: 2})

@@ -105,8 +105,18 @@ def test_unknown_model_has_no_plan():
     assert plan_for(Renamed(config)) is not None
     assert plan_for(Changed(config)) is None
     assert find_plan(nn.Sequential(nn.Linear(2, 2))) is None
-    two = nn.ModuleDict({"a": make_model("gpt2"), "b": make_model("encoder")})
-    assert find_plan(two) is None, "a plan was chosen for two known models"
+
+
+def test_plan_of_two_models_names_the_modules_of_both():
+    models = {"a": make_model("gpt2"), "b": make_model("encoder")}
+    plan = find_plan(nn.ModuleDict(models))
+    expected = {
+        f"{name}.{pattern}": kind
+        for name, model in models.items()
+        for pattern, kind in find_plan(model).tensor.items()
+    }
+    assert plan.tensor == expected
+    assert plan.blocks is None
 
 
 def test_user_plan_takes_precedence():

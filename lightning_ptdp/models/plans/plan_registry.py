@@ -58,17 +58,24 @@ def plan_for(module: nn.Module, prefix: str = "") -> ParallelPlan | None:
 
 
 def find_plan(model: nn.Module) -> ParallelPlan | None:
-    """Return the plan of the one known model inside ``model``.
+    """Return the plan of the known models inside ``model``; None if there are none.
 
-    If the known model is part of a larger known one, such as a model with a head, the plan is that
-    of the larger one.
-
-    Returns:
-        None if there is no known model, or if there are several, whose order of execution is
-        unknown.
+    If a known model is part of a larger known one, such as a model with a head, the plan is that
+    of the larger one. The plan of several models, such as a student and its teacher, says how each
+    is split among tensor ranks. It names no blocks, because the order of their calls is unknown.
     """
     plans = list(_known(without_adapters(model), ""))
-    return plans[0] if len(plans) == 1 else None
+    if len(plans) < 2:
+        return plans[0] if plans else None
+    sequences = {plan.sequence for plan in plans}
+    return ParallelPlan(
+        tensor={name: kind for plan in plans for name, kind in plan.tensor.items()},
+        numbers={name: numbers for plan in plans for name, numbers in plan.numbers.items()},
+        selective=tuple(pattern for plan in plans for pattern in plan.selective),
+        sequence=plans[0].sequence if len(sequences) == 1 else None,
+        collects=any(plan.collects for plan in plans),
+        why_not={reason: text for plan in plans for reason, text in plan.why_not.items()},
+    )
 
 
 def _known(module: nn.Module, prefix: str) -> Iterator[ParallelPlan]:
