@@ -381,10 +381,14 @@ class Engine:
             self._runtime.run(self._config.build_schedule(job.count, training=job.training), job)
         is_last = self._mesh.group("pipeline").rank == self._mesh.layout.last_stage_rank
         sent = job.report() if is_last else None
+        trainer = self._module.trainer
+        if sent is not None:
+            sent.stops = trainer.should_stop
         with self._watchdog.counting("the last stage"):
             report = self._sharing.share(sent)
         if sent is None:
             apply_changes(self._module, report.changes)
+            trainer.should_stop |= report.stops
         replay(report.calls, self._module)
         return report
 

@@ -81,7 +81,7 @@ class ReportSharing:
             assert report is not None
             return report
         device = self._stream.device
-        head = torch.zeros(_CAPACITY + 4, dtype=torch.float64)
+        head = torch.zeros(_CAPACITY + 5, dtype=torch.float64)
         numbers: list[float] = []
         tensors: list[Tensor] = []
         form_changed: float = False
@@ -89,14 +89,15 @@ class ReportSharing:
             form, tensors, packed = _form_of(report, device)
             numbers = [*(call.value or 0.0 for call in report.calls), *packed]
             form_changed = form != self._form
-            first = [report.loss, report.weight, report.counted, form_changed, *numbers[:_CAPACITY]]
+            flags = [report.counted, report.stops, form_changed]
+            first = [report.loss, report.weight, *flags, *numbers[:_CAPACITY]]
             head[: len(first)] = torch.tensor(first, dtype=torch.float64)
             self._form = form
         with self._stream.entered():
             head = head.to(device, non_blocking=True)
             dist.broadcast(head, self._source, group=self._group.handle)
             if report is None:  # the source has the values, and need not read its device
-                loss, weight, counted, form_changed, *numbers = head.tolist()
+                loss, weight, counted, stops, form_changed, *numbers = head.tolist()
         if form_changed:
             self._form = self._broadcast_object(self._form)
         content: _Form = pickle.loads(self._form)
@@ -114,7 +115,7 @@ class ReportSharing:
             for number, (name, options, metric) in zip(numbers, content.rows, strict=False)
         ]
         extras, changes = unpack(content.rest, tensors, numbers[len(content.rows) :])
-        return StepReport(loss, weight, bool(counted), calls, extras, changes)
+        return StepReport(loss, weight, bool(counted), calls, extras, changes, stops=bool(stops))
 
     def _broadcast_object(self, value: _T) -> _T:
         object_list = [value]

@@ -76,6 +76,7 @@ class StepReport:
         extras: Picklable outputs beside the loss, or None.
         changes: Changes that the step made on the module.
         spread: Numbers of labels, if requested; stays on this rank.
+        stops: Whether ``trainer.should_stop`` is set after the step.
     """
 
     loss: Tensor | float = 0.0
@@ -85,6 +86,7 @@ class StepReport:
     extras: Any = None
     changes: list[Change] = field(default_factory=list)
     spread: Sequence[float] = ()
+    stops: bool = False
 
 
 class ReportStream:

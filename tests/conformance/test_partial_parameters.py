@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_ptdp.base.function_replacement import PartialModelError
+from lightning_ptdp.checkpoint import read_full
 from lightning_ptdp.tensor_parallel import ParallelPlan
 from tests.conformance.blocks import LAYOUTS, P2, PLAN, Block, LitBlocks, batches, run_refused
 from tests.conformance.toys import ONE, Place, assert_weights, make_trainer, weights
@@ -368,6 +369,27 @@ def scaling_warnings(rank, place, kind):
         run(rank, place, kind)
     texts = [str(one.message) for one in caught if "'num_replicas'" in str(one.message)]
     return [text.partition(",")[0] for text in texts]
+
+
+class LitSaves(LitBlocks):
+    path = ""
+
+    def training_step(self, batch, batch_idx):
+        if self.global_step == 1:
+            self.trainer.save_checkpoint(self.path)
+        return self.loss(batch)
+
+
+def save_in_step(rank, place, path):
+    LitSaves.path = path
+    run(rank, place, LitSaves)
+    return sorted(read_full(path))
+
+
+def test_save_in_step_of_tensor_ranks_is_whole(conformance, tmp_path):
+    names = sorted(LitSaves().state_dict())
+    found = conformance.ranks(save_in_step, LAYOUTS["t2"], str(tmp_path / "x.ckpt"))
+    assert found == [names, names]
 
 
 class LitTeacher(LitBlocks):

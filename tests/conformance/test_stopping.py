@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
 from lightning_ptdp.checkpoint import CheckpointError
 from tests.conformance.toys import (
+    ONE,
     LitNet,
     Losses,
     Place,
@@ -210,3 +211,23 @@ def test_model_checkpoint_writes_same_files_as_lightning(name, conformance, tmp_
         assert [name for name in files if name not in links] == expected_files
         assert best == expected_best
         assert scores == pytest.approx(expected_scores, rel=1e-5)
+
+
+class StopsInStep(LitNet):
+    def training_step(self, batch, batch_idx):
+        if self.global_step == 2:
+            self.trainer.should_stop = True
+        return super().training_step(batch, batch_idx)
+
+
+def stop_in_step(rank, place):
+    trainer = make_trainer(place, max_epochs=3)
+    trainer.fit(StopsInStep(), loader())
+    return trainer.global_step, trainer.current_epoch
+
+
+@pytest.mark.parametrize("more", [{}, {"virtual_pipeline_size": 2}])
+def test_stop_in_step_of_last_stage_ends_all_stages(more, conformance):
+    layout = {"pipeline_parallel_size": 2, "num_microbatches": 2, **more}
+    (expected,) = conformance.expected(stop_in_step, ONE)
+    assert conformance.ranks(stop_in_step, Place(world_size=2, layout=layout)) == [expected] * 2
