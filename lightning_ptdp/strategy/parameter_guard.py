@@ -5,7 +5,8 @@ parts of matrices. While a step runs, these are refused:
 
 - a loop over parameters, when it reaches the end of the local ones. ``next(self.parameters()).device``
   is allowed;
-- a loop over modules, if the code around it names an attribute such as ``weight``;
+- a loop over modules, if the code around it names an attribute such as ``weight``; in hooks, also
+  ``apply``, if the code looks for classes such as ``nn.Linear``;
 - in the first step of a kind, a number computed from a matrix of which the rank has a part, and a
   product with such a matrix in the forward of another module than its own.
 
@@ -26,7 +27,7 @@ import linecache
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from types import CodeType, FrameType, MethodType
+from types import FrameType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
@@ -36,22 +37,27 @@ from lightning_ptdp.base.function_replacement import (
     PartialModelError,
     PartialValues,
 )
-from lightning_ptdp.forward.direct_calls import HookedForward
 from lightning_ptdp.parameters.managed_parameter import ManagedParameters
 from lightning_ptdp.pipeline.placeholders import Placeholder
 from lightning_ptdp.shims.torch import has_compiled_parts
+from lightning_ptdp.strategy.users_code import (
+    LIBRARIES,
+    frames,
+    is_called_by_this_package,
+    is_saved,
+    names_in,
+    running_module,
+)
 from lightning_ptdp.strategy.world_calls import COLLECTIVES, refusing_world_calls
 
-_TRAINERS = ("lightning", "pytorch_lightning", "lightning_ptdp")
-_LIBRARIES = (*_TRAINERS, "torchmetrics", "transformers")
 _INSIDE = ("_call_impl", "_named_members")
 """Functions of torch around a forward and a loop over parameters."""
-_SAVES = {"save", "save_file", "save_model", "dump"}
-"""Names of functions that save a state."""
 _PRODUCTS = PRODUCTS | {
     *("linear", "bilinear", "embedding", "conv1d", "conv2d", "conv3d", "baddbmm", "tensordot")
 }
 """Names of functions whose result is wrong or incomplete if a factor is a part of a matrix."""
+_LAYERS = {"Linear", "Embedding"}
+"""Classes of layers that the tensor ranks' parts do not have."""
 _NUMBERS = {"norm", "vector_norm", "sum", "mean", "std", "var", "histogram", "histc"}
 """Names of functions that compute a number from a tensor."""
 
@@ -95,6 +101,10 @@ class ParameterGuard:
             for p, name in names.items()
             if p in split or "tensor" in parameters[p].placement.partial
         }
+        self._has_other_layers = any(
+            type(child).__module__.startswith("lightning_ptdp.tensor_parallel")
+            for child in module.modules()
+        )
         self.owners: dict[Tensor, list[nn.Module]] = {}
         for name, child in module.named_modules():
             for parameter in child.parameters(recurse=False):
@@ -102,7 +112,7 @@ class ParameterGuard:
             has_placeholder = any(isinstance(part, Placeholder) for part in child.modules())
             if has_placeholder or any(parameter in split for parameter in child.parameters()):
                 # torch's compiler requires methods.
-                for guarded in (_named_parameters, _named_modules, _state_dict):
+                for guarded in (_named_parameters, _named_modules, _apply, _state_dict):
                     method = MethodType(_Guarded(guarded, name, self, has_placeholder), child)
                     vars(child)[guarded.__name__[1:]] = method
 
@@ -136,7 +146,7 @@ class ParameterGuard:
     def _warn_of_world_size(self) -> None:
         step = inspect.unwrap(getattr(self.module, str(self.hook), None) or len)
         code = getattr(step, "__code__", None)
-        if code is not None and "world_size" in _names_in(code):
+        if code is not None and "world_size" in names_in(code):
             warnings.warn(
                 f"{self.hook} reads world_size, which counts the ranks that share a replica "
                 f"({self.options}). To scale a loss or a count by the number of replicas, use "
@@ -159,13 +169,13 @@ class ParameterGuard:
         There are none if the calling line is a library's, or if the forward of a module runs.
         """
         found: list[FrameType] = []
-        for package, frame in _frames():
+        for package, frame in frames():
             function = frame.f_code.co_name
             if function in _INSIDE and frame.f_locals.get("self") is not self.module:
                 return []
             if package == "torch" or function == "__torch_function__":
                 continue
-            if not found and package in _LIBRARIES:
+            if not found and package in LIBRARIES:
                 return []
             found.append(frame)
             if function.startswith("on_") if self.hook is None else function == self.hook:
@@ -174,56 +184,21 @@ class ParameterGuard:
 
     def mentions_parameters(self) -> bool:
         """Return True if the user's code names an attribute such as ``weight``."""
+        return not self._attributes.isdisjoint(self._users_names())
+
+    def misses_layers(self) -> bool:
+        """Return True if the user's hook changes layers by a class that tensor ranks' lack."""
+        names = self._users_names() if self.hook is None and self._has_other_layers else set()
+        return not (self._attributes.isdisjoint(names) or _LAYERS.isdisjoint(names))
+
+    def _users_names(self) -> set[str]:
         names: set[str] = set()
         for frame in self.users_frames():
-            names |= _names_in(frame.f_code)
+            names |= names_in(frame.f_code)
             owners = vars(type(self.module)), frame.f_globals
             called = [owner[name] for name in names for owner in owners if name in owner]
-            names |= set().union(*(_names_in(c.__code__) for c in called if inspect.isfunction(c)))
-        return not self._attributes.isdisjoint(names)
-
-
-def _frames() -> Iterator[tuple[str, FrameType]]:
-    """Yield the frames outside of this file, the innermost first, each with its package."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code.co_filename != __file__:
-            yield str(frame.f_globals.get("__name__")).partition(".")[0], frame
-        frame = frame.f_back
-
-
-def _running_module() -> nn.Module | None:
-    """Return the module whose forward runs; None if code of this package runs inside, or none."""
-    for package, frame in _frames():
-        function = frame.f_code.co_name
-        if function == "_call_impl":
-            return frame.f_locals["self"]
-        is_passed = isinstance(frame.f_locals.get("self"), HookedForward)
-        if package == "lightning_ptdp" and function != "__torch_function__" and not is_passed:
-            return None
-    return None
-
-
-def _is_called_by_this_package() -> bool:
-    """Return True if code of this package, such as a save in a step, loops over parameters."""
-    return next(package for package, _ in _frames() if package != "torch") == "lightning_ptdp"
-
-
-def _is_saved() -> bool:
-    """Return True if the code that asks for a state saves it."""
-    for package, frame in _frames():
-        if package in _TRAINERS:
-            return False
-        if frame.f_code.co_name == "save_pretrained" or (
-            package != "torch" and not _SAVES.isdisjoint(_names_in(frame.f_code))
-        ):
-            return True
-    return False
-
-
-def _names_in(code: CodeType) -> set[str]:
-    inner = (_names_in(one) for one in code.co_consts if isinstance(one, CodeType))
-    return set(code.co_names).union(*inner)
+            names |= set().union(*(names_in(c.__code__) for c in called if inspect.isfunction(c)))
+        return names
 
 
 @dataclass(frozen=True, eq=False)
@@ -237,7 +212,7 @@ class _Guarded:
         is_cut: Whether parts of the module are on other pipeline stages.
     """
 
-    method: Callable[..., Iterator[Any]]
+    method: Callable[..., Any]
     name: str
     guard: ParameterGuard
     is_cut: bool
@@ -246,11 +221,20 @@ class _Guarded:
     def __name__(self) -> str:  # pickle finds the method by it
         return self.method.__name__[1:]
 
-    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Iterator[Any]:
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return self.method(self, module, *args, **kwargs)
 
     def loop(self, method: str) -> str:
         return ".".join(filter(None, ["self", self.name, method]))
+
+    def check_layers(self, method: str) -> None:
+        """Refuse a hook that looks for layers by their class, to change their parameters."""
+        if self.guard.misses_layers():
+            raise PartialModelError(
+                f"a hook looks for layers such as nn.Linear with {self.loop(method)}, but this rank "
+                f"has other layers in their places ({self.guard.options}). Change the layers in "
+                "__init__, configure_model or setup, before the strategy divides the model"
+            )
 
     def refusal(self, method: str) -> PartialModelError:
         return self.guard.refusal(
@@ -264,30 +248,30 @@ def _named_parameters(
     """Yield as ``named_parameters`` does, which ``parameters`` calls too."""
     guard = guarded.guard
     recurses = kwargs.get("recurse", True)
-    frames = guard.users_frames() if guard.hook is None and recurses else []
-    used = set().union(*(_names_in(frame.f_code) for frame in frames))
+    users = guard.users_frames() if guard.hook is None and recurses else []
+    used = set().union(*(names_in(frame.f_code) for frame in users))
     if calls := COLLECTIVES & used:
         raise PartialModelError(
-            f"{frames[-1].f_code.co_name} loops over {guarded.loop('parameters()')} and calls "
+            f"{users[-1].f_code.co_name} loops over {guarded.loop('parameters()')} and calls "
             f"torch.distributed.{min(calls)}, but this rank has only a part of them "
             f"({guard.options}), which the others do not have. Remove the call: the strategy keeps "
             "weights and gradients of all replicas equal"
         )
     if _NUMBERS & used:
         warnings.warn(
-            f"{frames[-1].f_code.co_name} loops over {guarded.loop('parameters()')}, but this rank "
+            f"{users[-1].f_code.co_name} loops over {guarded.loop('parameters()')}, but this rank "
             "has only a part of them, so a norm or a sum is that of the part. "
             "trainer.strategy.gather_state_dict() returns all of them, if all ranks call it",
             stacklevel=2,
         )
-    line = linecache.getline(frames[0].f_code.co_filename, frames[0].f_lineno) if frames else ""
+    line = linecache.getline(users[0].f_code.co_filename, users[0].f_lineno) if users else ""
     if guarded.is_cut and "zip(" in line:
         raise PartialModelError(
             f"a hook pairs {guarded.loop('parameters()')} with others, but this rank has only those "
             "of its pipeline stage, which need not match. Use pipeline_parallel_size=1"
         )
     yield from type(module).named_parameters(module, *args, **kwargs)
-    if guard.hook is not None and recurses and not _is_called_by_this_package():
+    if guard.hook is not None and recurses and not is_called_by_this_package():
         raise guarded.refusal("parameters()")
 
 
@@ -300,12 +284,20 @@ def _named_modules(
     guard = guarded.guard
     if memo is None and guard.hook is not None and guard.mentions_parameters():
         raise guarded.refusal("modules()")
+    if memo is None:
+        guarded.check_layers("modules()")
+
+
+def _apply(guarded: _Guarded, module: nn.Module, function: Callable[[nn.Module], Any]) -> nn.Module:
+    """Call ``function`` for the modules as ``apply`` does."""
+    guarded.check_layers("apply()")
+    return type(module).apply(module, function)
 
 
 def _state_dict(guarded: _Guarded, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Return the state as ``state_dict`` does."""
     # With a destination, the state is a part of that of a module around this one.
-    if kwargs.get("destination") is None and not args and _is_saved():
+    if kwargs.get("destination") is None and not args and is_saved():
         raise PartialModelError(
             f"{guarded.loop('state_dict()')} is saved here, but this rank has only a part of the "
             f"model ({guarded.guard.options}). Use trainer.save_checkpoint(path), "
@@ -330,7 +322,7 @@ class _StepValues(PartialValues):
         self._owners = {**guard.owners}
 
     def _follow(self, func: Callable[..., Any], parts: list[Tensor], result: Tensor) -> Tensor:
-        running = _running_module()
+        running = running_module()
         in_layer = running is not None and running is not self._guard.module
         if not in_layer and not self._guard.users_frames():
             return parts[0]
@@ -345,7 +337,7 @@ class _StepValues(PartialValues):
             return super()._follow(func, parts, result)
         if foreign is not None:
             self._names[result] = self._names[foreign]
-            self._owners[result] = self._owners[foreign]
+            self._owners[result] = self._owners.get(foreign, [])
         return parts[0]
 
     def _foreign(self, parts: list[Tensor], running: nn.Module | None) -> Tensor | None:

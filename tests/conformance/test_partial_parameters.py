@@ -371,6 +371,38 @@ def scaling_warnings(rank, place, kind):
     return [text.partition(",")[0] for text in texts]
 
 
+class LitApplies(LitBlocks):
+    def on_train_start(self):
+        self.apply(set_bias)
+
+
+class LitLoops(LitBlocks):
+    def on_train_epoch_start(self):
+        for module in self.h.modules():
+            set_bias(module)
+
+
+def set_bias(module):
+    if isinstance(module, torch.nn.Linear) and module.bias is not None:
+        torch.nn.init.constant_(module.bias, 0.1)
+
+
+class LitNorms(LitBlocks):
+    def on_train_start(self):
+        for module in self.modules():
+            if isinstance(module, torch.nn.LayerNorm):
+                module.bias.data.fill_(0.1)
+        self.apply(lambda module: module.train())
+
+
+@pytest.mark.parametrize("kind", [LitApplies, LitLoops])
+def test_hook_that_looks_for_layers_of_tensor_ranks_is_refused(kind, conformance):
+    for found in conformance.ranks(run_refused, LAYOUTS["t2"], kind):
+        assert "a hook looks for layers such as nn.Linear with self." in found
+    assert conformance.ranks(run_refused, LAYOUTS["p2"], kind) == ["", ""]
+    assert conformance.ranks(run_refused, LAYOUTS["t2"], LitNorms) == ["", ""]
+
+
 class LitSaves(LitBlocks):
     path = ""
 
