@@ -48,7 +48,7 @@ from lightning_ptdp.strategy.users_code import (
     names_in,
     running_module,
 )
-from lightning_ptdp.strategy.world_calls import COLLECTIVES, refusing_world_calls
+from lightning_ptdp.strategy.world_calls import exchanges_in, refusing_world_calls
 
 _INSIDE = ("_call_impl", "_named_members")
 """Functions of torch around a forward and a loop over parameters."""
@@ -70,6 +70,7 @@ class ParameterGuard:
         parameters: Its parameters.
         options: Options that divide it, for the message.
         refuse: Raises the error for a collective over all processes in a step; None: allowed.
+        shares: True if several ranks work on one replica.
 
     Attributes:
         hook: The user's step that runs, if any.
@@ -85,9 +86,11 @@ class ParameterGuard:
         options: str,
         *,
         refuse: Callable[[str], object] | None,
+        shares: bool,
     ) -> None:
         self.hook: str | None = None
         self._refuse = refuse
+        self._shares = shares
         self.module = module
         self.options = options
         self._seen: set[str] = set()
@@ -133,11 +136,11 @@ class ParameterGuard:
         self.hook = hook
         try:
             with contextlib.ExitStack() as watching:
-                if first:
+                if first and self._shares:
                     self._warn_of_world_size()
-                if first and self._refuse is not None:
-                    watching.enter_context(refusing_world_calls(self._refuse))
-                if watches:
+                if watches:  # torch's compiler must see the collectives themselves
+                    if self._refuse is not None:
+                        watching.enter_context(refusing_world_calls(self._refuse))
                     watching.enter_context(_StepValues(self, self._faults))
                 yield
         finally:
@@ -148,7 +151,7 @@ class ParameterGuard:
         code = getattr(step, "__code__", None)
         if code is not None and "world_size" in names_in(code):
             warnings.warn(
-                f"{self.hook} reads world_size, which counts the ranks that share a replica "
+                f"{self.hook} reads world_size, which counts all ranks of each replica "
                 f"({self.options}). To scale a loss or a count by the number of replicas, use "
                 "self.trainer.strategy.distributed_sampler_kwargs['num_replicas']",
                 stacklevel=2,
@@ -187,7 +190,7 @@ class ParameterGuard:
         return not self._attributes.isdisjoint(self._users_names())
 
     def misses_layers(self) -> bool:
-        """Return True if the user's hook changes layers by a class that tensor ranks' lack."""
+        """Return True if the user's hook changes layers by a class that tensor ranks lack."""
         names = self._users_names() if self.hook is None and self._has_other_layers else set()
         return not (self._attributes.isdisjoint(names) or _LAYERS.isdisjoint(names))
 
@@ -249,15 +252,14 @@ def _named_parameters(
     guard = guarded.guard
     recurses = kwargs.get("recurse", True)
     users = guard.users_frames() if guard.hook is None and recurses else []
-    used = set().union(*(names_in(frame.f_code) for frame in users))
-    if calls := COLLECTIVES & used:
+    if calls := set().union(*map(exchanges_in, users)):
         raise PartialModelError(
             f"{users[-1].f_code.co_name} loops over {guarded.loop('parameters()')} and calls "
             f"torch.distributed.{min(calls)}, but this rank has only a part of them "
             f"({guard.options}), which the others do not have. Remove the call: the strategy keeps "
             "weights and gradients of all replicas equal"
         )
-    if _NUMBERS & used:
+    if _NUMBERS & set().union(*(names_in(frame.f_code) for frame in users)):
         warnings.warn(
             f"{users[-1].f_code.co_name} loops over {guarded.loop('parameters()')}, but this rank "
             "has only a part of them, so a norm or a sum is that of the part. "

@@ -131,6 +131,7 @@ class SetupHooks(StepHooks):
                 self.parallel.parameters,
                 self.layout.describe(),
                 refuse=self._alone if self.layout.pipeline_parallel_size > 1 else None,
+                shares=self.layout.model_parallel_size > 1,
             )
         self._surroundings = make_surroundings(
             config=self.config,

@@ -5,25 +5,19 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
 
-COLLECTIVES = frozenset(
-    (
-        *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce"),
-        *("all_to_all", "all_to_all_single", "barrier", "broadcast", "broadcast_object_list"),
-        *(
-            "gather",
-            "gather_object",
-            "reduce",
-            "reduce_scatter",
-            "reduce_scatter_tensor",
-            "scatter",
-        ),
-    )
+from lightning_ptdp.strategy.users_code import names_in
+
+_EXCHANGES = (
+    "all_gather all_gather_into_tensor all_gather_object all_reduce all_to_all all_to_all_single "
+    "broadcast broadcast_object_list gather gather_object reduce reduce_scatter "
+    "reduce_scatter_tensor scatter"
 )
-"""Names of functions that all processes must call, unless another group is passed."""
+_NAMES = frozenset(_EXCHANGES.split())
 
 
 @contextlib.contextmanager
@@ -34,11 +28,20 @@ def refusing_world_calls(refuse: Callable[[str], object]) -> Iterator[None]:
         refuse: Raises the error for the name of a function.
     """
     with contextlib.ExitStack() as undo:
-        for name in COLLECTIVES.intersection(vars(dist)):
+        for name in (_NAMES | {"barrier"}).intersection(vars(dist)):
             function = getattr(dist, name)
             setattr(dist, name, functools.partial(_call, function, refuse))
             undo.callback(setattr, dist, name, function)
         yield
+
+
+def exchanges_in(frame: FrameType) -> set[str]:
+    """Return the names of the exchanges of ``torch.distributed`` in a function's code."""
+    names = names_in(frame.f_code)
+    found = {name: frame.f_globals[name] for name in names if name in frame.f_globals}
+    if "distributed" in names or any(value is dist for value in found.values()):
+        return names & _NAMES
+    return {name for name, value in found.items() if value is getattr(dist, name, None)} & _NAMES
 
 
 def _call(

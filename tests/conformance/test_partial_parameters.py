@@ -3,10 +3,12 @@
 import copy
 import io
 import warnings
+from functools import reduce
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed import all_reduce
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_ptdp.base.function_replacement import PartialModelError
@@ -341,14 +343,28 @@ def average(module):
     [torch.distributed.all_reduce(p.grad) for p in module.parameters() if p.grad is not None]
 
 
+class LitImported(LitBlocks):
+    def on_after_backward(self):
+        for parameter in self.h.parameters():
+            all_reduce(parameter.grad)
+
+
+class LitReduces(LitBlocks):
+    def on_after_backward(self):
+        self.largest = reduce(max, (float(p.abs().max()) for p in self.parameters()))
+        self.trainer.strategy.barrier()
+
+
 @pytest.mark.parametrize("layout", ["p2", "t2"])
 @pytest.mark.parametrize(
-    ("kind", "call"), [(LitBroadcasts, "broadcast"), (LitAverages, "all_reduce")]
+    ("kind", "call"),
+    [(LitBroadcasts, "broadcast"), (LitAverages, "all_reduce"), (LitImported, "all_reduce")],
 )
 def test_collective_over_parameters_in_hook_is_refused(layout, kind, call, conformance):
     for found in conformance.ranks(run_refused, LAYOUTS[layout], kind):
         assert found.startswith("PartialModelError: on_")
-        assert f"loops over self.parameters() and calls torch.distributed.{call}, but" in found
+        assert f"parameters() and calls torch.distributed.{call}, but" in found
+    assert conformance.ranks(run_refused, LAYOUTS[layout], LitReduces) == ["", ""]
 
 
 class LitScaled(LitBlocks):
