@@ -191,8 +191,9 @@ def _run_alone(layer: Followed, recorder: OperationRecorder) -> None:
     recorder.trace = layer.trace
     recorder.is_backward = True
     sources = [*inputs, *(p for p in layer.module.parameters() if p.requires_grad)]
-    gradients = torch.autograd.grad(outputs, sources, grad_outputs, allow_unused=True)
-    recorder.write(gradient for gradient in gradients[: len(inputs)] if gradient is not None)
+    if outputs:  # a frozen layer of a teacher has none
+        gradients = torch.autograd.grad(outputs, sources, grad_outputs, allow_unused=True)
+        recorder.write(gradient for gradient in gradients[: len(inputs)] if gradient is not None)
     recorder.trace = None
     recorder.is_backward = False
 

@@ -194,15 +194,20 @@ def described(
     """Return the planner's description of a whole module.
 
     It is the shape found by a trace. If tracing fails, it has the sizes of a configuration inside
-    the module.
+    the module, unless there are several models.
 
     Raises:
         ValueError: The module cannot be traced, and it has no such configuration.
     """
-    configs = [
-        child.config
-        for child in module.modules()
+    configs = {
+        f"{name}.": child.config
+        for name, child in module.named_modules()
         if not isinstance(getattr(child, "config", None), Mapping | None)
+    }
+    models = [
+        name
+        for name in configs
+        if not any(name != other and name.startswith(other.lstrip(".")) for other in configs)
     ]
     tokens = length or longest_sample(module, example)
     try:
@@ -219,7 +224,7 @@ def described(
         )
         return shape if example is not None else with_images(shape, module)
     except ValueError as error:
-        for model_config in configs:
+        for model_config in configs.values() if len(models) == 1 else ():
             try:
                 return gpt_sizes(model_config)
             except (ValueError, TypeError):

@@ -295,9 +295,33 @@ def cut_already():
     return module
 
 
+class Student(nn.Module):
+    """Calls a frozen teacher beside the trained model."""
+
+    def __init__(self, *, traced: bool = True):
+        super().__init__()
+        self.student, self.teacher = GPT(OURS["gpt2"]), GPT(OURS["gpt2"]).requires_grad_(False)
+        self.traced = traced
+
+    def forward(self, input_ids):
+        both = self.student(input_ids) + self.teacher(input_ids)
+        return both if self.traced else both.sum().item()
+
+
+def test_frozen_teacher_counts():
+    plan = lightning_ptdp.plan(Student(), world_size=2, batch=16, example=EXAMPLE)
+    expected = sum(p.numel() for p in Student().parameters())
+    assert plan.job.shape.parameters == expected
+
+
 @pytest.mark.parametrize(
     ("make", "options", "words"),
     [
+        (
+            lambda: Student(traced=False),
+            {"example": EXAMPLE},
+            "the sizes of Student cannot be determined: the forward of Student",
+        ),
         (
             Stubborn,
             {"sequence_length": 24},
@@ -325,7 +349,7 @@ def cut_already():
             "the sizes of Own cannot be determined: it was already cut for a layout",
         ),
     ],
-    ids=["values", "length", "example", "longer", "inputs", "cut"],
+    ids=["two models", "values", "length", "example", "longer", "inputs", "cut"],
 )
 def test_untraceable_model_is_refused(make, options, words):
     with pytest.raises(ValueError, match=words):
