@@ -68,7 +68,8 @@ def test_workers_of_ray_train_and_store_checkpoints(tmp_path):
     job = tmp_path / "job.py"
     with tempfile.TemporaryDirectory(prefix="ray") as folder:  # sockets need a short path
         job.write_text(MODULE + START.format(folder=folder) + code)
-        with session([sys.executable, str(job)], folder=tmp_path) as trained:
+        seed = {"PL_GLOBAL_SEED": "0"}  # of the order of samples; other tests set it
+        with session([sys.executable, str(job)], folder=tmp_path, **seed) as trained:
             assert trained.finish() == 0, trained.output
     files = [torch.load(path) for path in tmp_path.glob("first/*/checkpoint.ckpt")]
     assert sorted(file["epoch"] for file in files) == [0, 1, 2]
