@@ -48,7 +48,7 @@ from lightning_ptdp.strategy.users_code import (
     names_in,
     running_module,
 )
-from lightning_ptdp.strategy.world_calls import exchanges_in, refusing_world_calls
+from lightning_ptdp.strategy.world_collectives import collectives_in, refusing_world_collectives
 
 _INSIDE = ("_call_impl", "_named_members")
 """Functions of torch around a forward and a loop over parameters."""
@@ -104,7 +104,7 @@ class ParameterGuard:
             for p, name in names.items()
             if p in split or "tensor" in parameters[p].placement.partial
         }
-        self._has_other_layers = any(
+        self._replaces_layers = any(
             type(child).__module__.startswith("lightning_ptdp.tensor_parallel")
             for child in module.modules()
         )
@@ -140,13 +140,14 @@ class ParameterGuard:
                     self._warn_of_world_size()
                 if watches:  # torch's compiler must see the collectives themselves
                     if self._refuse is not None:
-                        watching.enter_context(refusing_world_calls(self._refuse))
+                        watching.enter_context(refusing_world_collectives(self._refuse))
                     watching.enter_context(_StepValues(self, self._faults))
                 yield
         finally:
             self.hook = None
 
     def _warn_of_world_size(self) -> None:
+        """Warn of a step that may scale its loss by the number of all ranks."""
         step = inspect.unwrap(getattr(self.module, str(self.hook), None) or len)
         code = getattr(step, "__code__", None)
         if code is not None and "world_size" in names_in(code):
@@ -190,8 +191,8 @@ class ParameterGuard:
         return not self._attributes.isdisjoint(self._users_names())
 
     def misses_layers(self) -> bool:
-        """Return True if the user's hook changes layers by a class that tensor ranks lack."""
-        names = self._users_names() if self.hook is None and self._has_other_layers else set()
+        """Return True if the user's hook looks for a class of layers that tensor ranks replace."""
+        names = self._users_names() if self.hook is None and self._replaces_layers else set()
         return not (self._attributes.isdisjoint(names) or _LAYERS.isdisjoint(names))
 
     def _users_names(self) -> set[str]:
@@ -252,7 +253,7 @@ def _named_parameters(
     guard = guarded.guard
     recurses = kwargs.get("recurse", True)
     users = guard.users_frames() if guard.hook is None and recurses else []
-    if calls := set().union(*map(exchanges_in, users)):
+    if calls := set().union(*map(collectives_in, users)):
         raise PartialModelError(
             f"{users[-1].f_code.co_name} loops over {guarded.loop('parameters()')} and calls "
             f"torch.distributed.{min(calls)}, but this rank has only a part of them "

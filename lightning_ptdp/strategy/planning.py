@@ -204,6 +204,7 @@ def described(
         for name, child in module.named_modules()
         if not isinstance(getattr(child, "config", None), Mapping | None)
     }
+    # Names end with a dot, so that a model's name is a prefix of the names inside it.
     models = [
         name
         for name in configs

@@ -316,15 +316,16 @@ class LitMonitor(LitBlocks):
 
 @pytest.mark.parametrize("layout", ["p2", "t2"])
 def test_number_in_hook_causes_warning(layout, conformance):
-    for found in conformance.ranks(warnings_of, LAYOUTS[layout]):
+    for found in conformance.ranks(warnings_of, LAYOUTS[layout], LitMonitor, "is that of the part"):
         assert found == ["on_train_batch_end loops over self.parameters()"]
 
 
-def warnings_of(rank, place):
+def warnings_of(rank, place, kind, words):
+    """Return the beginnings of a fit's warnings that contain the words."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
-        run(rank, place, LitMonitor)
-    texts = [str(one.message) for one in caught if "is that of the part" in str(one.message)]
+        run(rank, place, kind)
+    texts = [str(one.message) for one in caught if words in str(one.message)]
     return [text.partition(",")[0] for text in texts]
 
 
@@ -373,18 +374,11 @@ class LitScaled(LitBlocks):
 
 
 def test_number_of_ranks_in_step_causes_warning(conformance):
-    first, second = conformance.ranks(scaling_warnings, LAYOUTS["t2"], LitScaled)
+    words = "'num_replicas'"
+    first, second = conformance.ranks(warnings_of, LAYOUTS["t2"], LitScaled, words)
     assert first == second == ["training_step reads world_size"]
     for kind, place in ((LitScaled, Place(world_size=2, layout={})), (LitMonitor, LAYOUTS["t2"])):
-        assert conformance.ranks(scaling_warnings, place, kind) == [[], []]
-
-
-def scaling_warnings(rank, place, kind):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default")
-        run(rank, place, kind)
-    texts = [str(one.message) for one in caught if "'num_replicas'" in str(one.message)]
-    return [text.partition(",")[0] for text in texts]
+        assert conformance.ranks(warnings_of, place, kind, words) == [[], []]
 
 
 class LitApplies(LitBlocks):

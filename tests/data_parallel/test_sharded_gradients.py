@@ -57,10 +57,10 @@ def test_plain_loss_of_eagerly_built_model(parity):
     parity.check(run, (2, {M: 2, **GRADIENTS}))
 
 
-def test_float16_skips_steps_like_sharded_optimizer(parity):
+@pytest.mark.parametrize("level", ["gradients", "parameters"])
+def test_float16_skips_steps_like_sharded_optimizer(level, parity):
     run = replace(Run(steps=4), precision="16-mixed")
     found, expected = (
-        parity.ranks(run.on((2, {**GRADIENTS, Z: shard})))[0]
-        for shard in ("gradients", "optimizer")
+        parity.ranks(run.on((2, {**GRADIENTS, Z: shard})))[0] for shard in (level, "optimizer")
     )
     assert found["losses"] == expected["losses"]

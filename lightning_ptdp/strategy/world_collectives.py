@@ -1,4 +1,4 @@
-"""Calls of ``torch.distributed`` over all processes in the user's code."""
+"""Collectives of ``torch.distributed`` over all processes in the user's code."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import torch.distributed as dist
 
 from lightning_ptdp.strategy.users_code import names_in
 
-_EXCHANGES = (
+_COLLECTIVES = (
     "all_gather all_gather_into_tensor all_gather_object all_reduce all_to_all all_to_all_single "
     "broadcast broadcast_object_list gather gather_object reduce reduce_scatter "
     "reduce_scatter_tensor scatter"
 )
-_NAMES = frozenset(_EXCHANGES.split())
+_NAMES = frozenset(_COLLECTIVES.split())
 
 
 @contextlib.contextmanager
-def refusing_world_calls(refuse: Callable[[str], object]) -> Iterator[None]:
-    """Refuse collectives over all processes, when they are called as functions of the module.
+def refusing_world_collectives(refuse: Callable[[str], object]) -> Iterator[None]:
+    """Refuse collectives over all processes that are called as ``torch.distributed.…``.
 
     Args:
         refuse: Raises the error for the name of a function.
@@ -35,8 +35,8 @@ def refusing_world_calls(refuse: Callable[[str], object]) -> Iterator[None]:
         yield
 
 
-def exchanges_in(frame: FrameType) -> set[str]:
-    """Return the names of the exchanges of ``torch.distributed`` in a function's code."""
+def collectives_in(frame: FrameType) -> set[str]:
+    """Return the names of collectives with data that a function's code calls."""
     names = names_in(frame.f_code)
     found = {name: frame.f_globals[name] for name in names if name in frame.f_globals}
     if "distributed" in names or any(value is dist for value in found.values()):
