@@ -89,7 +89,7 @@ class ParallelModel:
                 f"{listed(unknown, 3)}: created or "
                 "replaced after the model was distributed over the ranks. It would be neither "
                 "reduced nor saved. Create parameters in __init__ or configure_model, before "
-                "the optimizer"
+                "the optimizer. A copy that is not trained needs requires_grad_(False)"
             )
 
     @cached_property

@@ -187,9 +187,18 @@ class _PTDPStrategy(SetupHooks):
         """Return a summary of the layout; collective, after ``setup``."""
         return summarize(parallel=self.parallel, mesh=self.mesh, config=self.config)
 
+    def on_train_start(self) -> None:
+        """Check that the hooks before the training did not replace parameters."""
+        super().on_train_start()
+        self.parallel.check(frozen=False)
+
     def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
-        """Record the start of the batch if the layout was chosen by a forecast."""
+        """Record the start of the batch if the layout was chosen by a forecast.
+
+        In the first batch of an epoch, parameters are checked as in ``on_train_start``."""
         super().on_train_batch_start(batch, batch_idx)
+        if batch_idx == 0:
+            self.parallel.check(frozen=False)
         if self._forecast is not None:
             self._forecast.batch_begins()
 

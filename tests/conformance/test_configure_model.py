@@ -1,10 +1,13 @@
 """Buffers and parameters built in ``configure_model`` or later are restored or refused."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 from tests.conformance.toys import FEATURES, P2, PLACES, LitNet, Place, loader, make_trainer
+from tests.pool import WorkerFailure
 
 
 class LitStatistics(LitNet):
@@ -83,6 +86,29 @@ def test_parameter_created_after_distribution_is_refused(name, trains, conforman
             "teacher.weight, teacher.bias: created or replaced after the model was distributed"
         )
         assert "__init__ or configure_model" in told
+
+
+class LitReplaced(LitNet):
+    def __init__(self, hook, *, trains=True):
+        super().__init__()
+        self.trains = trains
+        setattr(self, hook, self.replace_layer)
+
+    def replace_layer(self):
+        if self.current_epoch == self.trainer.max_epochs - 1:
+            self.net[0] = copy.deepcopy(self.net[0]).requires_grad_(self.trains)
+
+
+def _fit_replaced(rank, place, hook):
+    epochs = 2 if "epoch" in hook else 1
+    for trains in (False, True):  # what is frozen needs neither sums nor an optimizer
+        make_trainer(place, max_epochs=epochs).fit(LitReplaced(hook, trains=trains), loader())
+
+
+@pytest.mark.parametrize("hook", ["on_fit_start", "on_train_start", "on_train_epoch_start"])
+def test_layer_replaced_in_hook_is_refused(hook, conformance):
+    with pytest.raises(WorkerFailure, match=r"net\.0\.weight, net\.0\.bias: created or replaced"):
+        conformance.ranks(_fit_replaced, PLACES["d2"][0], hook)
 
 
 def test_frozen_parameter_may_be_created_late():
