@@ -6,8 +6,9 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from itertools import accumulate
@@ -22,9 +23,10 @@ from torch import Tensor
 from lightning_ptdp.base.checked_json import Json
 from lightning_ptdp.base.time_limit import in_thread
 from lightning_ptdp.checkpoint import files
-from lightning_ptdp.checkpoint.local_rectangles import LocalRectangle, Tensors, rectangles_of
+from lightning_ptdp.checkpoint.data_files import Assignment, assign
+from lightning_ptdp.checkpoint.local_rectangles import Tensors, cut_strips, rectangles_of
 from lightning_ptdp.checkpoint.remote_path import Place
-from lightning_ptdp.checkpoint.save import checked_content, save_rectangles
+from lightning_ptdp.checkpoint.save import checked_content, save_rectangles, state_rectangles
 from lightning_ptdp.checkpoint.save_agreement import CheckpointError, has_groups, same_outcome
 from lightning_ptdp.checkpoint.save_folders import SaveFolders
 from lightning_ptdp.checkpoint.tagged_json import Encoded
@@ -39,8 +41,8 @@ class BackgroundSaver:
     All ranks must use it alike. The end of the process waits for the save, unless a signal that
     Python does not see ends the process.
 
-    The memory of the copies (as much as this rank holds of the model and the optimizer) is kept
-    between saves (see ``HostCopies``).
+    The memory of the copies (what this rank writes: replicas share the model and the optimizer) is
+    kept between saves (see ``HostCopies``).
 
     Args:
         limit: Limit of every wait for another rank; a save must end within twice this time.
@@ -61,6 +63,7 @@ class BackgroundSaver:
         if group is None and has_groups():
             self._group = dist.new_group(backend="gloo", timeout=limit)
         self._copies = HostCopies()
+        self._assignment: Assignment | None = None
         self._saving: Future[None] | None = None
         self._lock = threading.Lock()
         self._then: list[Callable[[], object]] | None = None  # None: no save is running
@@ -98,14 +101,23 @@ class BackgroundSaver:
         self.wait()
         self._target = files.absolute(path)
         content = checked_content(path, state=state, metadata=metadata, group=self._group)
-        with same_outcome(f"copying the tensors of the checkpoint {path}", self._group):
-            copies = self._copies({name: tensor for name, (tensor, _) in tensors.items()})
-            rectangles = rectangles_of(
-                {name: (copies[name], placement) for name, (_, placement) in tensors.items()}
-            )
+        doing = f"copying the tensors of the checkpoint {path}"
+        with same_outcome(doing, self._group):
+            rectangles = [*rectangles_of(tensors), *state_rectangles(content)]
+        assignment = assign(
+            cut_strips(rectangles), doing=doing, group=self._group, known=self._assignment
+        )
+        with same_outcome(doing, self._group):
+            copies = self._copies([one.values for one in assignment.rectangles])
+        copied = [
+            replace(one, values=copy)
+            for one, copy in zip(assignment.rectangles, copies, strict=True)
+        ]
+        self._assignment = replace(assignment, rectangles=copied)  # do not keep the parameters
         self._then = [then]
         self._saving = in_thread(
-            partial(self._write, rectangles, content, metadata), name=f"save {self._target.name}"
+            partial(self._write, self._assignment, content, metadata),
+            name=f"save {self._target.name}",
         )
 
     def after(self, action: Callable[[], object]) -> None:
@@ -154,6 +166,7 @@ class BackgroundSaver:
         """
         self.wait()
         self._copies.release()
+        self._assignment = None
         self.give_up()
 
     def give_up(self) -> None:
@@ -180,12 +193,12 @@ class BackgroundSaver:
             )
 
     def _write(
-        self, rectangles: list[LocalRectangle], content: Encoded, metadata: Mapping[str, Json]
+        self, assignment: Assignment, content: Encoded, metadata: Mapping[str, Json]
     ) -> None:
         try:
             save_rectangles(
                 self._target,
-                rectangles=rectangles,
+                assignment=assignment,
                 content=content,
                 metadata=metadata,
                 keeper=self._keeper,
@@ -223,21 +236,21 @@ class HostCopies:
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._unlock: weakref.finalize | None = None
 
-    def __call__(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return copies of the tensors, complete at the return.
+    def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return contiguous copies of the tensors, complete at the return.
 
         They are valid until the next call or ``release``.
         """
-        is_cuda = any(tensor.is_cuda for tensor in tensors.values())
-        sizes = (-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors.values())
+        is_cuda = any(tensor.is_cuda for tensor in tensors)
+        sizes = (-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors)
         *offsets, total = accumulate(sizes, initial=0)
         if total != len(self._buffer):
             self._allocate(total, lock=is_cuda)
-        copies: dict[str, Tensor] = {}
-        for (name, tensor), offset in zip(tensors.items(), offsets, strict=True):
+        copies = []
+        for tensor, offset in zip(tensors, offsets, strict=True):
             memory = self._buffer[offset : offset + tensor.nbytes]
             copy = memory.view(tensor.dtype).view(tensor.shape)
-            copies[name] = copy.copy_(tensor.detach(), non_blocking=True)
+            copies.append(copy.copy_(tensor.detach(), non_blocking=True))
         if is_cuda:
             torch.cuda.synchronize()
         return copies

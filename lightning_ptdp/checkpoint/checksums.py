@@ -1,9 +1,9 @@
 """Checksums of the blocks of a data file, so that any part can be read and checked alone.
 
-The hash is CRC-32. It is in the standard library (zlib), and runs at some GB/s on one core without
-the interpreter's lock; sha256 without special instructions runs at a tenth of that. It detects
-every damage that is confined to 32 bits, and all but 2^-32 of any other. It does not protect
-against intent, and neither does anything else that is stored beside the data.
+The hash is CRC-32, as in the standard library. zlib-ng computes it at 7 GB/s on one core without the
+interpreter's lock, zlib at a quarter of that, and sha256 without special instructions is slower
+still. It detects every damage that is confined to 32 bits, and all but 2^-32 of any other. It does
+not protect against intent, and neither does anything else that is stored beside the data.
 
 The sums of ``rank0-0.safetensors`` are in ``rank0-0.crc``: the CRC-32 of each 16 KiB of the file,
 little-endian. The file's large tensors begin where a block begins, so that they are read without
@@ -14,12 +14,12 @@ from __future__ import annotations
 import bisect
 import functools
 import os
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import IO, Any
 
 import numpy as np
+from zlib_ng import zlib_ng
 
 from lightning_ptdp.base.checked_json import Misfit
 from lightning_ptdp.checkpoint import files
@@ -53,7 +53,7 @@ class SummingFile:
         begin = 0
         while begin < len(content):
             end = min(begin + BLOCK - self.position % BLOCK, len(content))
-            self._crc = zlib.crc32(content[begin:end], self._crc)
+            self._crc = zlib_ng.crc32(content[begin:end], self._crc)
             self.position += end - begin
             begin = end
             if self.position % BLOCK == 0:
@@ -194,7 +194,7 @@ class SummedFile(RawFile):
             content = self._scratch.data[: end - begin]
         super().read(begin, end, content)
         for at in range(begin, end, BLOCK):
-            if zlib.crc32(content[at - begin : at - begin + BLOCK]) != self._sums[at // BLOCK]:
+            if zlib_ng.crc32(content[at - begin : at - begin + BLOCK]) != self._sums[at // BLOCK]:
                 raise CheckpointError(
                     f"{self.path} is damaged: the CRC-32 of bytes {at} to "
                     f"{min(at + BLOCK, self.size)} differs from the stored one"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from threading import Lock
 
@@ -42,51 +42,90 @@ _Stored = tuple[list[tuple[str, StoredRectangle]], dict[str, FileEntry]]
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """Tensors and rectangles that all ranks have written.
+    """Rectangles and files that all ranks have written.
 
     Attributes:
-        tensors: Every full tensor by name.
         rectangles: Rectangles of each full tensor, by its name.
         entries: Every written file by its name.
     """
 
-    tensors: Mapping[str, TensorEntry]
     rectangles: Mapping[str, Sequence[StoredRectangle]]
     entries: Mapping[str, FileEntry]
 
 
-def write_rectangles(
-    folder: Place,
+@dataclass(frozen=True, kw_only=True)
+class Assignment:
+    """The rectangles that one rank writes.
+
+    Attributes:
+        rectangles: The rectangles, with their values.
+        tensors: Every full tensor by name.
+        held: All rectangles of the rank.
+    """
+
+    rectangles: Sequence[LocalRectangle]
+    tensors: Mapping[str, TensorEntry]
+    held: Sequence[Held]
+
+
+def assign(
     rectangles: Iterable[LocalRectangle],
     *,
     doing: str,
     group: dist.ProcessGroup | None = None,
-    num_files: int = 1,
-) -> Written:
-    """Write every rank's rectangles; collective over ``group`` (None: all ranks).
+    known: Assignment | None = None,
+) -> Assignment:
+    """Choose the rectangles that this rank writes; collective over ``group`` (None: all ranks).
 
     A rectangle that several ranks hold is written by one of them, so that the ranks write about the
     same amount.
 
     Args:
-        folder: The folder, which all ranks share.
         rectangles: Rectangles of this rank.
         doing: Action for messages, such as "saving the checkpoint last.ckpt".
+        group: Ranks that write.
+        known: Result of an earlier call, which holds if no rank has other rectangles now.
+
+    Raises:
+        CheckpointError: On every rank: the ranks' rectangles are not the whole tensors.
+    """
+    with same_outcome(doing, group):
+        local = {(rectangle.name, rectangle.place): rectangle for rectangle in rectangles}
+        own = [Held.of(rectangle) for rectangle in local.values()]
+    if known is not None and all(gather(own == known.held, group)):
+        return replace(known, rectangles=[local[one.name, one.place] for one in known.rectangles])
+    held = gather(own, group)
+    with same_outcome(doing, group):
+        tensors = check_held(held, "to save")
+        share = share_out(held)[own_rank(group)]
+    return Assignment(
+        rectangles=[local[key] for key in local if key in share], tensors=tensors, held=own
+    )
+
+
+def write_rectangles(
+    folder: Place,
+    assigned: Sequence[LocalRectangle],
+    *,
+    doing: str,
+    group: dist.ProcessGroup | None = None,
+    num_files: int = 1,
+) -> Written:
+    """Write the rectangles that :func:`assign` has returned; collective.
+
+    Args:
+        folder: The folder, which all ranks share.
+        assigned: Rectangles of this rank.
+        doing: Action for messages.
         group: Ranks that write; ``folder`` is one folder for all of them.
         num_files: Files of this rank, written in as many threads.
 
     Raises:
-        CheckpointError: On every rank: the ranks' rectangles are not the whole tensors, a file
-            could not be written, or rank 0 does not see the file of another rank.
+        CheckpointError: On every rank: a file could not be written, or rank 0 does not see the file
+            of another rank.
     """
     with same_outcome(doing, group):
-        local = {(rectangle.name, rectangle.place): rectangle for rectangle in rectangles}
-    held = gather([Held.of(rectangle) for rectangle in local.values()], group)
-    with same_outcome(doing, group):
-        tensors = check_held(held, "to save")
-        rank = own_rank(group)
-        assigned = share_out(held)[rank]
-        stored = _write(folder, rank, [local[key] for key in local if key in assigned], num_files)
+        stored = _write(folder, own_rank(group), assigned, num_files)
     by_name: dict[str, list[StoredRectangle]] = {}
     entries: dict[str, FileEntry] = {}
     for placed, written in chain.from_iterable(gather(stored, group)):
@@ -99,7 +138,7 @@ def write_rectangles(
                 f"{folder / unseen[0]} was written but is not visible to this rank. All ranks "
                 "must write to one shared file system"
             )
-    return Written(tensors=tensors, rectangles=by_name, entries=entries)
+    return Written(rectangles=by_name, entries=entries)
 
 
 def write_data_file(

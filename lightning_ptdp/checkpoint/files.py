@@ -25,6 +25,8 @@ Only folders that have it are replaced, because any other folder may be the only
 """
 _PART, _OLD, _GONE, _LOCK = "tmp", "old", "gone", ".lock"
 _TEMPORARY = re.compile(rf"(.+)\.({_PART}|{_OLD}|{_GONE})-[0-9a-f]+(?:{re.escape(_LOCK)})?")
+SPARE = ".lightning-ptdp-spare"
+"""Folder of files that the next checkpoint is written over."""
 _SYNC_BYTES = 1 << 25
 SAVE_NAME = re.compile(r"save-([0-9a-f]{8})-[0-9a-f]+")
 """Folder of one save's files in object storage; the first number is its time in seconds."""
@@ -61,16 +63,22 @@ def open_synced(path: Place, size: int = 0) -> Iterator[IO[bytes]]:
     """Return a context with a file to write, which ends when the disk has the file.
 
     An object is sent at the end, from memory. If its ``size`` is known, that memory need not grow,
-    which costs as much time as a tenth of a fast upload.
+    which costs as much time as a tenth of a fast upload. A file of known size is written over one of
+    its name that :func:`recycle` has kept.
     """
     if isinstance(path, RemotePath):
         content = io.BytesIO(bytes(size))
         yield content
         path.write_bytes(content.getvalue())
         return
-    with open(path, "wb") as stream:
+    mode = "wb"
+    if size:
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(path.parent.parent / SPARE / path.name, path)
+            mode = "rb+"
+    with open(path, mode) as stream:
         yield stream
-        stream.flush()
+        stream.truncate()
         os.fsync(stream.fileno())
 
 
@@ -246,6 +254,17 @@ def discard(path: Place) -> None:
     with contextlib.suppress(FileNotFoundError):
         os.rename(path, gone)
     remove(gone)
+
+
+def recycle(path: Path) -> None:
+    """Remove a checkpoint folder, but keep its files for the next checkpoint beside it.
+
+    In a file system in memory, to get new pages and return them costs more than to fill them.
+    """
+    spare = path.parent / SPARE
+    remove(spare)
+    (path / "metadata.json").unlink()  # a checkpoint without it does not count
+    os.rename(path, spare)
 
 
 def remove(path: Path) -> None:

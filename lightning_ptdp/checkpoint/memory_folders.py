@@ -86,9 +86,9 @@ class MemoryFolder:
             snapshot: A checkpoint in this folder.
             linked: Whether this process moves the link; one of all nodes does.
         """
-        for older in checkpoint_times(self.path):
-            if older != snapshot:
-                files.discard(older)
+        for older in self.path.iterdir():
+            if _SNAPSHOT.fullmatch(older.name) and older != snapshot:
+                files.recycle(older)
         if not linked:
             return
         link = self.link
@@ -103,6 +103,10 @@ class MemoryFolder:
             os.utime(link, (written, written), follow_symlinks=False)
         if link != self.link:
             os.replace(link, self.link)
+
+    def trim(self) -> None:
+        """Release memory that only the next snapshot would use."""
+        files.remove(self.path / files.SPARE)
 
     def remove(self, *, linked: bool) -> None:
         """Remove the snapshots on this node, and with ``linked`` the link to them."""
@@ -157,6 +161,9 @@ def check_memory(num_bytes: int) -> None:
     Raises:
         ValueError: They do not.
     """
+    for other in _home().glob("*"):
+        if _has_ended(other):
+            files.remove(other / files.SPARE)
     free = shutil.disk_usage(_ROOT).free if _ROOT.is_dir() else 0
     if 2 * num_bytes > free:
         raise ValueError(
@@ -178,16 +185,18 @@ def _followed(path: str | os.PathLike[str]) -> Path:
 
 def _is_abandoned(folder: Path) -> bool:
     """Return True if no link leads to a folder and no process writes to it."""
-    back = folder / _BACK
-    try:
-        link = Path(back.read_text(encoding="utf-8"))
-        with open(back, "rb") as stream:
-            if not locked(stream):
-                return False
-    except OSError:
+    if not _has_ended(folder):
         return False
+    link = Path((folder / _BACK).read_text(encoding="utf-8"))
     # Another container may share the memory, but not the disk.
     return link.parent.is_dir() and not MemoryFolder(link, folder)._is_linked()
+
+
+def _has_ended(folder: Path) -> bool:
+    """Return True if the process that wrote to a folder has ended."""
+    with contextlib.suppress(OSError), open(folder / _BACK, "rb") as stream:
+        return locked(stream)
+    return False
 
 
 def _home() -> Path:

@@ -81,7 +81,7 @@ def save_checkpoint(
         CheckpointError: A rank failed. Raised on every rank. The content of ``path`` is unchanged,
             and nothing else is left.
     """
-    with same_outcome(_doing(path)):
+    with same_outcome(doing(path)):
         rectangles = rectangles_of(tensors)
     write_checkpoint(path, rectangles=rectangles, state=state, metadata=metadata, keeper=keeper)
 
@@ -114,9 +114,12 @@ def write_checkpoint(
         CheckpointError: As for :func:`save_checkpoint`.
     """
     content = checked_content(path, state=state, metadata=metadata)  # all ranks raise its error
+    assignment = data_files.assign(
+        cut_strips(chain(rectangles, state_rectangles(content))), doing=doing(path)
+    )
     save_rectangles(
         files.absolute(path),
-        rectangles=rectangles,
+        assignment=assignment,
         content=content,
         metadata=metadata,
         keeper=keeper or SaveFolders(),
@@ -141,7 +144,7 @@ def checked_content(
             Raised on every rank.
     """
     content = Encoded(text=b"", tensors=[], is_plain=True)
-    with same_outcome(_doing(path), group):
+    with same_outcome(doing(path), group):
         if is_rank_zero(group):
             # A file of the same name, such as Lightning's, may be replaced.
             files.check_replaceable(path, marker=METADATA_FILE, or_file=True)
@@ -150,10 +153,16 @@ def checked_content(
     return content
 
 
+def state_rectangles(content: Encoded) -> Iterator[LocalRectangle]:
+    """Yield the tensors of a checked state, which only rank 0 has."""
+    for number, value in enumerate(content.tensors):
+        yield LocalRectangle.whole(f"{STATE}{number}", value)
+
+
 def save_rectangles(
     target: Place,
     *,
-    rectangles: Iterable[LocalRectangle],
+    assignment: data_files.Assignment,
     content: Encoded,
     metadata: Mapping[str, Json],
     keeper: SaveFolders,
@@ -161,32 +170,28 @@ def save_rectangles(
     num_files: int = 1,
     created: float | None = None,
 ) -> None:
-    """Write rectangles and a checked state, whose tensors only rank 0 has.
+    """Write the rectangles of an assignment, and a checked state.
 
-    The function is collective over ``group`` (None: the default group), whose ranks together must
-    hold every element and share the file system of ``target``.
+    The function is collective over ``group`` (None: the default group), whose ranks share the file
+    system of ``target``.
 
     Raises:
         CheckpointError: As for :func:`save_checkpoint`.
     """
-    doing = _doing(target)
-    state_rectangles = (
-        LocalRectangle.whole(f"{STATE}{number}", value)
-        for number, value in enumerate(content.tensors)
-    )
+    action = doing(target)
     save = pending_save(target, from_rank_zero(new_save_name, group))
     try:
-        with same_outcome(doing, group):
+        with same_outcome(action, group):
             if is_rank_zero(group):
                 save.begin(keeper)
         written = data_files.write_rectangles(
             save.part,
-            cut_strips(chain(rectangles, state_rectangles)),
-            doing=doing,
+            assignment.rectangles,
+            doing=action,
             group=group,
             num_files=num_files,
         )
-        with same_outcome(doing, group):
+        with same_outcome(action, group):
             if is_rank_zero(group):
                 small = {
                     STATE_FILE: content.text,
@@ -199,14 +204,14 @@ def save_rectangles(
                 save.commit(
                     CheckpointMetadata(
                         run=metadata,
-                        tensors=written.tensors,
+                        tensors=assignment.tensors,
                         files={**written.entries, **dict(zip(small, sent, strict=True))},
                         created=created,
                     )
                 )
                 save.release()
     except CheckpointError:
-        with same_outcome(f"cleaning up after {doing}", group):
+        with same_outcome(f"cleaning up after {action}", group):
             if is_rank_zero(group):
                 save.discard()
                 save.release()
@@ -215,7 +220,8 @@ def save_rectangles(
         save.release()
 
 
-def _doing(path: str | os.PathLike[str]) -> str:
+def doing(path: str | os.PathLike[str]) -> str:
+    """Return the action for messages."""
     return f"saving the checkpoint {os.fspath(path)}"
 
 

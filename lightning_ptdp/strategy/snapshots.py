@@ -132,6 +132,7 @@ class Snapshots:
         """Complete the current snapshot after an exception, if the other ranks can."""
         if self._place is not None:
             self._saves.end(exception, self._strategy.config.timeout)
+            self._place.trim()
             if is_rank_zero() and (kept := self._place.steps()):
                 newest = max(kept, key=lambda name: kept[name])
                 print(f"the snapshot {self._place.path / newest} is kept in memory", flush=True)

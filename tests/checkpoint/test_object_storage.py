@@ -108,6 +108,13 @@ def test_training_saves_and_resumes_under_an_address_in_any_layout(pool, bucket,
     assert {name.partition("-")[0] for name in tensors} == {"rank0", "rank1", "rank2", "rank3"}
 
 
+@pytest.mark.parametrize("end", [b"", b"\r", b"\n", b"\r\n", b"\r\r", b"--"])
+def test_object_is_stored_to_its_last_byte(bucket, end):
+    path = remote_path.RemotePath(f"{bucket}/object")
+    path.write_bytes(b"abc" + end)
+    assert path.read_bytes() == b"abc" + end
+
+
 def _train_model(rank, path, export):
     ids = torch.randint(100, (8, 8), generator=torch.Generator().manual_seed(0))
     batches = DataLoader([{"input_ids": row, "labels": row} for row in ids], batch_size=4)

@@ -15,6 +15,7 @@ import lightning.pytorch as L
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
 from lightning_ptdp.checkpoint import (
@@ -26,6 +27,7 @@ from lightning_ptdp.checkpoint import (
     save_checkpoint,
     verify_checkpoint,
 )
+from lightning_ptdp.checkpoint.files import SPARE
 from lightning_ptdp.checkpoint.memory_folders import LINK, MemoryFolder, check_memory
 from lightning_ptdp.strategy import PTDPStrategy
 from lightning_ptdp.strategy.snapshots import check_nodes, fetch_snapshot
@@ -280,6 +282,41 @@ def test_newer_checkpoint_on_disk_is_preferred(shm, tmp_path):
     assert newest_checkpoint(tmp_path) == place.path / "step-1"
     save(tmp_path, 2)
     assert newest_checkpoint(tmp_path) == tmp_path / "step-2"
+
+
+def test_next_snapshot_is_written_over_the_older_one(shm, tmp_path):
+    place = MemoryFolder.new(tmp_path)
+    place.create()
+    files = []
+    for step in range(1, 5):
+        save(place.path, step)
+        place.publish(place.path / f"step-{step}", linked=True)
+        assert snapshots(shm) == [f"step-{step}"]
+        file = place.path / f"step-{step}" / "rank0-0.safetensors"
+        files.append(file.stat().st_ino)
+        (value,) = load_file(file).values()
+        assert value.tolist() == [step, step]
+        verify_checkpoint(file.parent)
+    assert files[:2] == files[2:]
+    used = len([*place.path.rglob("*.safetensors")])
+    place.trim()
+    assert len([*place.path.rglob("*.safetensors")]) == used - 1 == 1
+
+
+def test_memory_of_ended_process_is_not_counted(shm, tmp_path):
+    place = MemoryFolder.new(tmp_path)
+    place.create()
+    for step in (1, 2):
+        save(place.path, step)
+        place.publish(place.path / f"step-{step}", linked=True)
+    spare = place.path / SPARE
+    check_memory(1)
+    assert spare.exists(), "its process still runs"
+    del place._lock
+    gc.collect()
+    check_memory(1)
+    assert not spare.exists()
+    assert snapshots(shm) == ["step-2"]
 
 
 def test_process_lost_while_publishing_leaves_newest_snapshot(shm, tmp_path, monkeypatch):
