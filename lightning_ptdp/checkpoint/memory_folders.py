@@ -72,8 +72,8 @@ class MemoryFolder:
         if state.st_uid != os.getuid() or _home().is_symlink():
             raise CheckpointError(f"{_home()} belongs to another user. Remove it")
         for other in _home().iterdir():
-            if _is_abandoned(other):
-                files.remove(other)
+            if files.kind_of(other) == "gone" or _is_abandoned(other):
+                files.discard(other)
         self.path.mkdir(exist_ok=True)
         (self.path / _BACK).write_text(str(self.link), encoding="utf-8")
         self._lock = open(self.path / _BACK, "rb")  # noqa: SIM115 - the lock lasts as long
@@ -112,7 +112,7 @@ class MemoryFolder:
         """Remove the snapshots on this node, and with ``linked`` the link to them."""
         if linked and self._is_linked():
             files.remove(self.link)
-        files.remove(self.path)
+        files.discard(self.path)  # a process killed here leaves a name that tells
         with contextlib.suppress(OSError):  # another training has snapshots
             _home().rmdir()
 

@@ -303,6 +303,25 @@ def test_next_snapshot_is_written_over_the_older_one(shm, tmp_path):
     assert len([*place.path.rglob("*.safetensors")]) == used - 1 == 1
 
 
+def test_process_lost_while_removing_snapshots_leaves_nothing(shm, tmp_path, monkeypatch):
+    for calls in count():
+        place = MemoryFolder.new(tmp_path)
+        place.create()
+        save(place.path, 1)
+        place.publish(place.path / "step-1", linked=True)
+        with monkeypatch.context() as lost, contextlib.suppress(KeyboardInterrupt):
+            left = iter(range(calls))
+            for name in ("unlink", "rmdir"):
+                lost.setattr(os, name, partial(_until_lost, left, getattr(os, name)))
+            place.remove(linked=True)
+            break
+        del place._lock
+        gc.collect()
+        MemoryFolder.new(tmp_path).create()
+        assert len([*shm.glob("*/*")]) == 1 + place.link.is_symlink(), calls
+    assert calls > 6
+
+
 def test_memory_of_ended_process_is_not_counted(shm, tmp_path):
     place = MemoryFolder.new(tmp_path)
     place.create()
