@@ -41,8 +41,8 @@ class BackgroundSaver:
     All ranks must use it alike. The end of the process waits for the save, unless a signal that
     Python does not see ends the process.
 
-    The memory of the copies (what this rank writes: replicas share the model and the optimizer) is
-    kept between saves (see ``HostCopies``).
+    The memory of the copies is kept between saves (see ``HostCopies``). A rank copies only what it
+    writes, so replicas divide the copies among themselves.
 
     Args:
         limit: Limit of every wait for another rank; a save must end within twice this time.

@@ -63,8 +63,8 @@ def open_synced(path: Place, size: int = 0) -> Iterator[IO[bytes]]:
     """Return a context with a file to write, which ends when the disk has the file.
 
     An object is sent at the end, from memory. If its ``size`` is known, that memory need not grow,
-    which costs as much time as a tenth of a fast upload. A file of known size is written over one of
-    its name that :func:`recycle` has kept.
+    which costs as much time as a tenth of a fast upload. If :func:`recycle` has kept a file of the
+    same name, a local file of known ``size`` is written over it.
     """
     if isinstance(path, RemotePath):
         content = io.BytesIO(bytes(size))
@@ -259,11 +259,11 @@ def discard(path: Place) -> None:
 def recycle(path: Path) -> None:
     """Remove a checkpoint folder, but keep its files for the next checkpoint beside it.
 
-    In a file system in memory, to get new pages and return them costs more than to fill them.
+    In a file system in memory, allocating and freeing pages takes longer than filling them.
     """
     spare = path.parent / SPARE
     remove(spare)
-    (path / "metadata.json").unlink()  # a checkpoint without it does not count
+    (path / "metadata.json").unlink(missing_ok=True)  # a checkpoint without it does not count
     os.rename(path, spare)
 
 

@@ -112,7 +112,7 @@ class MemoryFolder:
         """Remove the snapshots on this node, and with ``linked`` the link to them."""
         if linked and self._is_linked():
             files.remove(self.link)
-        files.discard(self.path)  # a process killed here leaves a name that tells
+        files.discard(self.path)  # if the process is killed here, the name shows it
         with contextlib.suppress(OSError):  # another training has snapshots
             _home().rmdir()
 

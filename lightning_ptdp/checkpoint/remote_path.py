@@ -150,7 +150,7 @@ class RemotePath(os.PathLike[str]):
         """Write the object, which is then complete, or as before."""
         options = {}
         if self.url.startswith(("gs:", "gcs:")) and content[-1:] == b"\r":
-            # In one request, gcsfs 2026.10 ends the content with "\n", to which "\r" would belong.
+            # In a single request, gcsfs 2026.10 appends "\n"; a server removes "\r\n" as one line end.
             options["chunksize"] = len(content)
         self._ask("writing", "pipe_file", content, nbytes=len(content), **options)
 
