@@ -229,11 +229,13 @@ def distance(found: Any, expected: Any, start: Any = None) -> float:
     return float((left - right).norm() / length.norm())
 
 
-def assert_near(found: Any, expected: Any, tolerance: float, what: str) -> None:
-    """Assert that numbers are equal within a relative tolerance."""
+def assert_near(
+    found: Any, expected: Any, tolerance: float, what: str, *, absolute: float = 0.0
+) -> None:
+    """Assert that numbers are equal within a relative and an absolute tolerance."""
     got, wanted = (torch.tensor(numbers, dtype=torch.float64) for numbers in (found, expected))
     torch.testing.assert_close(
-        got, wanted, rtol=tolerance, atol=0, msg=lambda text: f"{what}: {text}"
+        got, wanted, rtol=tolerance, atol=absolute, msg=lambda text: f"{what}: {text}"
     )
 
 

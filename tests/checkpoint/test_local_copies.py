@@ -203,6 +203,7 @@ def test_export_at_an_address_is_logged_from_a_copy_that_is_removed(store, monke
 @pytest.mark.parametrize("url", ["gs://bucket/model", "nosuch://bucket/model"])
 def test_address_without_its_library_is_refused(url, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "gcsfs", None)
+    monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "gs", raising=False)
     for action in (local_copy, config_values, LitCausalLM.configure_model):
         argument = LitCausalLM(url) if action is LitCausalLM.configure_model else url
         with pytest.raises(RequirementError, match=r"lightning-ptdp\[gs\]|Copy the file"):

@@ -169,9 +169,12 @@ def test_losses_and_weights_equal_trl(adapters, parity, root, tmp_path):
     found = parity.result(run)
     expected = trl_results(run, found["initial"], tmp_path)
     assert_near(found["losses"], expected["losses"], 1e-6, "losses")
+    # A reward is beta times the difference of two log-probabilities. Rounded to float32, these
+    # differ by up to 2e-6 each below 64.
     for name in ("chosen", "rejected", "margins", "accuracies"):
         values = [logged[f"rewards/{name}"] for logged in found["logged"][:-1]]
-        assert_near(values, expected["metrics"][f"rewards/{name}"], 1e-4, name)
+        wanted = expected["metrics"][f"rewards/{name}"]
+        assert_near(values, wanted, 1e-4, name, absolute=2e-6)
     assert_weights_near(found["final"], expected["final"])
 
 
