@@ -317,7 +317,7 @@ def first_sentence(text: str) -> str:
         r"^saving the checkpoint \S+ failed: rank \d+: ", "when saving, ", " ".join(text.split())
     )
     line = re.sub(r"^pipeline_parallel_size=\d+ cannot cut \w+: ", "", line)
-    line = re.sub(r"^.* normalize over", "batch normalization is over", line)
+    line = re.sub(r"^.* average statistics over", "batch normalization is over", line)
     line = re.sub(r" found in \w+$| found in \w+(?=[:;.] )", " found", line)
     ends = r"(?<=[^.])[.:;] (?=[A-Za-z])(?![^(]*\))|; "
     return re.split(ends, line, maxsplit=1)[0].rstrip(".")

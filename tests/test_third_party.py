@@ -87,7 +87,7 @@ def test_first_sentence_is_shortened():
         "it is no chain"
     )
     assert (
-        first_sentence("a.1, a.2 normalize over the batch: no")
+        first_sentence("a.1, a.2 average statistics over the batch: no")
         == "batch normalization is over the batch"
     )
     assert (

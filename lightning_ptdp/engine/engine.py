@@ -32,6 +32,7 @@ from lightning_ptdp.engine.replica_step import (
 )
 from lightning_ptdp.engine.sharing import ReportSharing
 from lightning_ptdp.engine.step_habits import FirstBatchInspection
+from lightning_ptdp.engine.step_loggers import StepLoggers, repeat
 from lightning_ptdp.engine.step_report import (
     LogRecorder,
     ReportStream,
@@ -121,8 +122,8 @@ class Engine:
         self._sharing = ReportSharing(
             pipeline, source=mesh.layout.last_stage_rank, stream=self._stream
         )
-        self._owners = find_owners(module)
-        self._metrics = BatchMetrics(module, mesh.group("context"))
+        self._loggers = StepLoggers(module, mesh)
+        self._follow_metrics()
         self.optimization = Optimization(
             config=config, mesh=mesh, parallel=parallel, observers=self.observers, device=device
         )
@@ -134,11 +135,22 @@ class Engine:
         )
         self._accumulated = False  # the previous batch did not complete an optimizer step
         self._replicas_in_step = mesh.group("replicas").size > 1
+
+    def _follow_metrics(self) -> None:
+        """Share the states of the module's present metrics; hooks may have made new ones."""
+        self._owners = find_owners(self._module)
+        self._metrics = BatchMetrics(self._module, self._mesh.group("context"))
         self._unscope = (
-            scope_metrics(module, mesh, self._metrics.is_whole)
-            if mesh.layout.divides_model
+            scope_metrics(self._module, self._mesh, self._metrics.is_whole)
+            if self._mesh.layout.divides_model
             else lambda: None
         )
+
+    def _begin_batch(self, args: Sequence[Nested]) -> None:
+        is_first = len(args) == 1 or 0 in args[1:]
+        if is_first and not self._metrics.has_all(self._module):
+            self._unscope()
+            self._follow_metrics()
 
     def close(self) -> None:
         """Detach from the module."""
@@ -165,6 +177,7 @@ class Engine:
             loss_scale: Factor on the losses of a schedule's backwards, which the optimizer's
                 gradients keep.
         """
+        self._begin_batch(args)
         if not self._accumulated:
             self.broadcast_buffers()
         self._accumulated = self.gradients.accumulates
@@ -262,6 +275,7 @@ class Engine:
 
         Gradients are never changed.
         """
+        self._begin_batch(args)
         self.gradients.parameters_needed()
         if not self._config.cuts_forward:
             with self._parallel.computing():
@@ -338,6 +352,7 @@ class Engine:
             self._surroundings.around(forward),
             context(),
             recorder if weighs else contextlib.nullcontext(),
+            self._loggers.replaced(is_last=True),
             watched,
         ):
             output = getattr(self._module, hook)(forward.batch, *args[1:])
@@ -390,6 +405,8 @@ class Engine:
             apply_changes(self._module, report.changes)
             trainer.should_stop |= report.stops
         replay(report.calls, self._module)
+        if self._mesh.rank == 0:
+            repeat(report.logger_calls, trainer.loggers)
         return report
 
     def _weigh(self, report: StepReport) -> None:
@@ -433,6 +450,7 @@ class Engine:
             stages=self._mesh.layout.num_stages,
             metrics=self._metrics,
             owners=self._owners,
+            loggers=self._loggers,
             stream=self._stream,
             weigh=self._weigh if self._weighs(hook) else None,
             **training,

@@ -108,8 +108,8 @@ def _scaled_sums(node: Any, factors: tuple[float, ...]) -> Iterator[tuple[Any, t
 def divisor_of(loss: Tensor, batch: Nested) -> Tensor | None:
     """Return the number by which the loss was divided last, such as the sum of a mask.
 
-    A cross-entropy is divided by the weight of its labels. It is left out if ``batch`` has ignored
-    labels, whose numbers are compared elsewhere. The result is None if there is no such division.
+    A cross-entropy is divided by the weight of its labels. It is left out if it has class weights,
+    or if ``batch`` has ignored labels, whose numbers are compared elsewhere. The result is None if there is no such division.
     """
     nodes = [
         node
@@ -119,6 +119,8 @@ def divisor_of(loss: Tensor, batch: Nested) -> Tensor | None:
     if len(nodes) != 1:
         return None
     divisor: Tensor = getattr(nodes[0], _DIVISORS[nodes[0].name()])
+    if getattr(nodes[0], "_saved_weight", None) is not None:
+        return None
     ignores = hasattr(nodes[0], "_saved_ignore_index") and any(
         bool((tensor.long() == _ignored_label(nodes[0])).any())
         for tensor in iterate_tensors(batch)
@@ -133,25 +135,30 @@ def _ignored_label(node: Any) -> int:
     return index - 2**64 if index >= 2**63 else index
 
 
-def warn_of_counted(loss: Tensor, labels: Tensor | None = None) -> None:
+def warn_of_counted(loss: Tensor, labels: Tensor | int | None = None) -> None:
     """Warn of a cross-entropy whose mean has another weight than the number of its labels.
 
     Args:
-        loss: Loss of one replica's batch, or of a slice of its sequences.
+        loss: Loss of a microbatch, of one replica's batch, or of a slice of its sequences.
         labels: Number of labels by which the loss is weighted; None: those that are not ignored.
             It is read from the device.
     """
     nodes = [node for node in _ends(loss.grad_fn, _THROUGH) if "NllLoss" in node.name()]
     if len(nodes) != 1 or nodes[0]._saved_reduction != _MEAN:
         return
-    counted = float(nodes[0]._saved_total_weight)
-    if labels is None:
-        labels = (nodes[0]._saved_target != _ignored_label(nodes[0])).sum()
-    if abs(counted - float(labels)) > _ROUNDING * counted:
+    counted, weight = float(nodes[0]._saved_total_weight), nodes[0]._saved_weight
+    learned = nodes[0]._saved_target
+    learned = learned[learned != _ignored_label(nodes[0])]
+    labels = learned.numel() if labels is None else int(labels)
+    if (
+        abs(counted - labels) > _ROUNDING * counted
+        if weight is None
+        else len(weight[learned].unique()) > 1
+    ):
         warnings.warn(
             f"the loss is a mean over labels with a total weight of {counted:g} (class weights, "
-            f"labels that the step ignores), but ranks are averaged as if it were {int(labels)}. "
-            "Return a dictionary with the mean as 'loss' and the total weight as 'num_tokens' "
+            "labels that the step ignores), but the parts of the batch are averaged as if it were "
+            f"{labels}. Return a dictionary with the mean as 'loss' and the total weight as 'num_tokens' "
             f"({PAGE})",
             stacklevel=2,
         )

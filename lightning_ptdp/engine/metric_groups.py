@@ -65,31 +65,35 @@ def scope_metrics(
         mesh: This rank's groups.
         is_whole: Returns True if all ranks of a replica update a metric with the same values.
 
+    A metric gets its process group only when it sums, because a group cannot be copied, and
+    MetricTracker copies metrics.
+
     Returns:
-        A function that undoes it. It is needed because a metric that holds a process group can
-        neither be copied nor pickled.
+        A function that undoes it.
     """
     group = mesh.group("replica_sum")
-    saved = [(m, m.process_group, m.distributed_available_fn, m.update) for m in _metrics(module)]
+    saved = [
+        (m, m.process_group, _own(m.distributed_available_fn), m.update) for m in _metrics(module)
+    ]
     peers = _collected(module)
     for metric, own_group, available, update in saved:
         if own_group is not None:
             continue
-        metric.process_group = group.handle
-        if mesh.group("context").size > 1:
-            scope = _Scope(
-                metric=metric,
-                peers=peers.get(id(metric), [metric]),
-                groups={True: mesh.group("replicas"), False: group},
-                available=available,
-                own_update=update,
-                is_whole=is_whole,
-            )
-            vars(metric)[_WHOLE] = False
-            vars(metric)["update"] = scope.update
-            metric.distributed_available_fn = scope.is_available
-        elif group.size == 1:
+        if group.size == 1:
             metric.distributed_available_fn = _never
+            continue
+        scope = _Scope(
+            metric=metric,
+            peers=peers.get(id(metric), [metric]),
+            groups={True: mesh.group("replicas"), False: group},
+            available=available,
+            own_update=update,
+            is_whole=is_whole,
+        )
+        vars(metric)[_WHOLE] = False
+        metric.distributed_available_fn = scope.is_available
+        if mesh.group("context").size > 1:
+            vars(metric)["update"] = scope.update
 
     def undo() -> None:
         for metric, own_group, available, update in saved:
@@ -99,6 +103,12 @@ def scope_metrics(
             vars(metric).pop(_WHOLE, None)
 
     return undo
+
+
+def _own(available: Callable[[], bool]) -> Callable[[], bool]:
+    """Return the ``distributed_available_fn`` of a metric that may be a copy of a scoped one."""
+    scope = getattr(available, "__self__", None)
+    return scope.available if isinstance(scope, _Scope) else available
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -170,6 +180,10 @@ class BatchMetrics:
         self._copies: dict[int, Metric] = {}
         self._called: dict[int, None] = {}
         self._busy = False
+
+    def has_all(self, module: nn.Module) -> bool:
+        """Return True if ``module`` has the same metrics as before."""
+        return [id(metric) for metric in _metrics(module)] == [*self._metrics]
 
     def __deepcopy__(self, memo: object) -> BatchMetrics:
         """Return self: it belongs to the metrics of the run, not to copies of them."""

@@ -27,6 +27,7 @@ from lightning_ptdp.engine.loss_habits import (
 from lightning_ptdp.engine.metric_groups import BatchMetrics
 from lightning_ptdp.engine.microbatches import merge_outputs, signature
 from lightning_ptdp.engine.step_habits import watch_samples
+from lightning_ptdp.engine.step_loggers import StepLoggers
 from lightning_ptdp.engine.step_report import (
     LogCall,
     LogRecorder,
@@ -115,6 +116,7 @@ class LightningJob(StepJob):
         stages: Number of stages.
         metrics: Sets the values over the whole batch of the metrics that the step calls.
         owners: Modules on which the step may leave state.
+        loggers: Stand-ins for the Trainer's loggers.
         shards: Sharded parameters; None: they are not sharded.
         gradients: Store to notify when gradients are complete; None outside of training.
         before_backward: Called before each backward of a training.
@@ -149,6 +151,7 @@ class LightningJob(StepJob):
     stages: int
     metrics: BatchMetrics
     owners: Sequence[Owner]
+    loggers: StepLoggers
     stream: ReportStream
     weigh: Callable[[StepReport], None] | None
     shards: ShardedParameters | None = None
@@ -215,7 +218,8 @@ class LightningJob(StepJob):
         if self.stages > 1 and forward.part is None:
             # The step may change its batch, but other stages and microbatches need theirs.
             batch = map_tensors(batch, Tensor.clone)
-        with self._kept_state(forward), recorder, self.context(), watched:
+        loggers = self.loggers.replaced(is_last=forward.stage == self.stages - 1)
+        with self._kept_state(forward), recorder, loggers, self.context(), watched:
             output = step(batch, *self.arguments)
         self._calls[forward.microbatch] = recorder.calls
         return output
@@ -283,8 +287,7 @@ class LightningJob(StepJob):
         if not self._divisors:
             warn_of_loss(loss, replicas=self.count == 1)
             part = self._part
-            if self.count == 1:
-                warn_of_counted(loss, None if part is None else part.num_targets)
+            warn_of_counted(loss, None if part is None else part.num_targets)
             if part is not None:
                 tokens = part.length // part.group.size
                 warn_of_slices(loss, samples=self.sizes[0], tokens=tokens)
@@ -342,6 +345,7 @@ class LightningJob(StepJob):
         report.extras = self._extras(microbatch_weights, part_weights)
         if self._before is not None:
             report.changes = self._before.changes()
+        report.logger_calls = self.loggers.taken()
         return report
 
     @torch.no_grad()

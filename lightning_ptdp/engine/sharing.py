@@ -47,7 +47,7 @@ class _Form:
 
     Attributes:
         rows: Name, options and metric of each log call.
-        rest: Outputs and changes, packed.
+        rest: Outputs, changes and calls of loggers, packed.
         places: Placeholders of their tensors.
         numbers: Count of their numbers.
     """
@@ -114,8 +114,17 @@ class ReportSharing:
             LogCall(name, number if metric is None else None, options, metric)
             for number, (name, options, metric) in zip(numbers, content.rows, strict=False)
         ]
-        extras, changes = unpack(content.rest, tensors, numbers[len(content.rows) :])
-        return StepReport(loss, weight, bool(counted), calls, extras, changes, stops=bool(stops))
+        extras, changes, logger_calls = unpack(content.rest, tensors, numbers[len(content.rows) :])
+        return StepReport(
+            loss,
+            weight,
+            bool(counted),
+            calls,
+            extras,
+            changes,
+            logger_calls=logger_calls,
+            stops=bool(stops),
+        )
 
     def _broadcast_object(self, value: _T) -> _T:
         object_list = [value]
@@ -148,11 +157,10 @@ class ReportSharing:
 
 def _form_of(report: StepReport, device: torch.device) -> tuple[bytes, list[Tensor], list[float]]:
     try:
-        payload, tensors, numbers = pack((report.extras, report.changes))
+        payload, tensors, numbers = pack((report.extras, report.changes, report.logger_calls))
     except Exception:
-        payload, tensors, numbers = pack(
-            (report.extras, [change for change in report.changes if _can_be_sent(change)])
-        )
+        changes = [change for change in report.changes if _can_be_sent(change)]
+        payload, tensors, numbers = pack((report.extras, changes, report.logger_calls))
     places = [_TensorPlace(tuple(t.shape), t.dtype, t.device != device) for t in tensors]
     rows = [(call.name, call.options, call.metric) for call in report.calls]
     return pickle.dumps(_Form(rows, payload, places, len(numbers))), tensors, numbers

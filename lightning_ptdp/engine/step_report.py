@@ -76,6 +76,7 @@ class StepReport:
         extras: Picklable outputs beside the loss, or None.
         changes: Changes that the step made on the module.
         spread: Numbers of labels, if requested; stays on this rank.
+        logger_calls: Recorded calls of loggers (step_loggers.py).
         stops: Whether ``trainer.should_stop`` is set after the step.
     """
 
@@ -86,6 +87,7 @@ class StepReport:
     extras: Any = None
     changes: list[Change] = field(default_factory=list)
     spread: Sequence[float] = ()
+    logger_calls: list[bytes] = field(default_factory=list)
     stops: bool = False
 
 

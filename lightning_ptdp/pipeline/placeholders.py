@@ -124,9 +124,11 @@ class Absent(Placeholder):
     def forward(self, *args: object, **kwargs: object) -> NoReturn:
         """Raise a ``StageError``."""
         raise StageError(
-            f"'{self._ptdp_name}' belongs to the last pipeline stage but was called before the "
+            f"'{self._ptdp_name}' belongs to the last pipeline stage but was used before the "
             "repeated blocks. Add it to the plan: ParallelPlan(before=(...,))"
         )
+
+    __getitem__ = forward  # of a list or dictionary of parameters or modules
 
 
 class Stub(Placeholder):

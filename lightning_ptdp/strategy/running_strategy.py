@@ -149,23 +149,38 @@ class RunningStrategy(StrategyBase):
         collectives, because the other ranks would never join them. In a step that logs on rank 0
         only, the last stage of rank 0's pipeline acts as rank 0."""
         layout = self.mesh.layout  # self.layout would construct and check it again
+        acting: Context = contextlib.nullcontext()
         if layout.pipeline_parallel_size > 1:
             pipeline = self.mesh.group("pipeline")
             self._running_step = hook
             self._answers_for_rank_zero = (
                 0 in pipeline.ranks and pipeline.rank == layout.last_stage_rank
             )
+            acting = self.acting_as(0 if self._answers_for_rank_zero else max(self.mesh.rank, 1))
         guard = (
             contextlib.nullcontext()
             if self._guard is None
             else self._guard.during(hook, watches=self.config.compile == "none")
         )
         try:
-            with guard, context():
+            with guard, acting, context():
                 yield
         finally:
             self._running_step = None
             self._answers_for_rank_zero = False
+
+    @contextlib.contextmanager
+    def acting_as(self, rank: int) -> Iterator[None]:
+        """Let Lightning's ``rank_zero_only`` take this process for another rank."""
+        helpers = self._names.rank_zero_only, self._names.fabric_rank_zero_only
+        own = [helper.rank for helper in helpers]
+        for helper in helpers:
+            helper.rank = rank
+        try:
+            yield
+        finally:
+            for helper, before in zip(helpers, own, strict=True):
+                helper.rank = before
 
     def _alone(self, name: str) -> bool:
         """Return True if the other ranks will not join a collective.

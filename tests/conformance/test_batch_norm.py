@@ -42,19 +42,37 @@ def fit(rank):
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         make_trainer(Place(world_size=2), max_steps=1).fit(LitNormalized(), loader())
-    return [str(one.message) for one in told if "normalize over the batch" in str(one.message)]
+    return [
+        str(one.message) for one in told if "average statistics over the batch" in str(one.message)
+    ]
 
 
 def test_unsynchronized_batch_norm_warns_on_rank_zero_only(pool):
     (first, others) = pool.run(fit, world_size=2)
     assert len(first) == 1 and first[0].startswith(
-        "net.1, net.8 normalize over the batch, which here is one replica's part"
+        "net.1, net.8 average statistics over the batch, which here is one replica's part"
     )
     assert others == []
 
 
+class LitAveraging(LitNet):
+    def __init__(self):
+        super().__init__()
+        view = nn.Unflatten(1, (4, 4))
+        self.net.insert(1, nn.Sequential(view, nn.InstanceNorm1d(4), nn.Flatten()))
+        averaging = nn.InstanceNorm1d(4, track_running_stats=True)
+        self.net.insert(2, nn.Sequential(view, averaging, nn.Flatten()))
+
+
+def test_running_statistics_of_microbatch_warn():
+    with pytest.warns(UserWarning, match=r"^net.2.1 average statistics over the batch"):
+        make_trainer(Place(layout={"num_microbatches": 2}), max_epochs=1).fit(
+            LitAveraging(), loader()
+        )
+
+
 def test_batch_norm_over_microbatch_warns():
-    with pytest.warns(UserWarning, match=r"net.1, net.8 normalize over the batch"):
+    with pytest.warns(UserWarning, match=r"net.1, net.8 average statistics over the batch"):
         make_trainer(Place(layout={"num_microbatches": 2}), max_epochs=1).fit(
             LitNormalized(), loader()
         )

@@ -260,7 +260,7 @@ def ignoring_step(rank, layout, size):
 
 def test_labels_that_the_step_ignores_warn_on_slices(pool):
     (text,), others = pool.run(ignoring_step, world_size=2, args=({C: 2}, 2))
-    assert "but ranks are averaged as if it were 48" in text
+    assert "but the parts of the batch are averaged as if it were 48" in text
     assert others == []
 
 

@@ -207,7 +207,7 @@ CASES = {
     LitSummed: "the loss is a sum",
     LitMasked: "the loss is divided by a number that differs between microbatches",
     LitMaskedMean: "the loss is divided by a number that differs between microbatches",
-    LitWeighted: "the loss is divided by a number that differs between microbatches",
+    LitWeighted: "the loss is a mean over labels with a total weight of",
     LitIgnoring: "the loss is divided by a number that differs between microbatches",
     LitContrastive: "the loss compares samples within their microbatch",
     LitTwoViews: "the loss compares samples within their microbatch",

@@ -284,7 +284,13 @@ def warn_of_batch_norm(model: nn.Module, config: PTDPConfig, layout: ParallelLay
     """Warn of modules whose result depends on the number of microbatches or replicas."""
     batch_norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
     kinds = (*batch_norms, nn.SyncBatchNorm) if config.has_microbatches else batch_norms
-    names = [name for name, module in model.named_modules() if isinstance(module, kinds)]
+    averaging = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+    names = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, kinds)
+        or (isinstance(module, averaging) and module.track_running_stats)
+    ]
     if config.has_microbatches:
         part = "one microbatch"
         remedy = "num_microbatches=1 without a pipeline"
@@ -303,7 +309,7 @@ def warn_of_batch_norm(model: nn.Module, config: PTDPConfig, layout: ParallelLay
     if not names:
         return
     warnings.warn(
-        f"{listed(names, 3)} normalize over the batch, which here is {part}, so the "
+        f"{listed(names, 3)} average statistics over the batch, which here is {part}, so the "
         f"model differs slightly from the same model on one device. Use {remedy}, or a "
         "normalization that does not depend on other samples",
         stacklevel=2,
