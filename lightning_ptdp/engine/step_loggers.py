@@ -1,9 +1,9 @@
-"""Calls of the Trainer's loggers in a step, such as ``self.logger.experiment.add_image(...)``.
+"""Code of a step that is for rank 0 only, such as ``self.logger.experiment.add_image(...)``.
 
 Lightning gives rank 0 alone a logger's experiment. But under a pipeline only the last stage runs a
 step to its end, and tensor ranks must read their parts of the logits together. Inside a step, the
-Trainer therefore has stand-ins for its loggers. Their arguments are made whole; under a pipeline,
-rank 0 then repeats the calls of its last stage.
+last stage therefore acts as rank 0, and the Trainer has stand-ins for its loggers. Their arguments
+are made whole; under a pipeline, rank 0 then repeats the calls of its last stage.
 """
 
 from __future__ import annotations
@@ -47,15 +47,19 @@ class StepLoggers:
 
     @contextlib.contextmanager
     def replaced(self, *, is_last: bool) -> Iterator[None]:
-        """Let the module use the stand-ins; the calls of other stages than the last are ignored."""
+        """Let the module use the stand-ins, which ignore calls of other stages than the last."""
         if not self._is_needed:
             yield
             return
         trainer, self._is_last = self._module.trainer, is_last
         own = trainer.loggers
         trainer.loggers = [_StandIn(self, logger, (index,)) for index, logger in enumerate(own)]
+        rank = dist.get_rank()
+        if self._sends:
+            rank = 0 if is_last and self._is_of_rank_zero else max(rank, 1)
         try:
-            yield
+            with trainer.strategy.acting_as(rank):
+                yield
         finally:
             trainer.loggers = own
 

@@ -131,7 +131,7 @@ def _expected(strategy: RunningStrategy, precision: str, micro_batch_size: int |
         choice = described_choice(
             config, layout, micro_batch_size=micro_batch_size, num_microbatches=m
         )
-        stage_rank = layout.coordinates(strategy.global_rank)["pipeline"]
+        stage_rank = layout.coordinates(strategy.own_rank)["pipeline"]
         memory = rank_memory(job, choice, stage_rank)
         parts[_ACTIVATIONS] = memory.activations + memory.logits + memory.working
     return parts

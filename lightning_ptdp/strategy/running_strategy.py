@@ -104,7 +104,7 @@ class RunningStrategy(StrategyBase):
     _engine: Engine | None = None
     _guard: ParameterGuard | None = None
     _running_step: str | None = None
-    _answers_for_rank_zero: bool = False
+    _acting_rank: int | None = None
 
     def refusal(self, message: str) -> Exception:
         """Return Lightning's exception for a wrong configuration."""
@@ -146,41 +146,32 @@ class RunningStrategy(StrategyBase):
         """Surround one call of the user's ``hook``, inside ``context()``.
 
         Under a pipeline the hook runs to its end on the last stage only. It must not call
-        collectives, because the other ranks would never join them. In a step that logs on rank 0
-        only, the last stage of rank 0's pipeline acts as rank 0."""
-        layout = self.mesh.layout  # self.layout would construct and check it again
-        acting: Context = contextlib.nullcontext()
-        if layout.pipeline_parallel_size > 1:
-            pipeline = self.mesh.group("pipeline")
+        collectives, because the other ranks would never join them."""
+        if self.mesh.group("pipeline").size > 1:
             self._running_step = hook
-            self._answers_for_rank_zero = (
-                0 in pipeline.ranks and pipeline.rank == layout.last_stage_rank
-            )
-            acting = self.acting_as(0 if self._answers_for_rank_zero else max(self.mesh.rank, 1))
         guard = (
             contextlib.nullcontext()
             if self._guard is None
             else self._guard.during(hook, watches=self.config.compile == "none")
         )
         try:
-            with guard, acting, context():
+            with guard, context():
                 yield
         finally:
             self._running_step = None
-            self._answers_for_rank_zero = False
 
     @contextlib.contextmanager
     def acting_as(self, rank: int) -> Iterator[None]:
-        """Let Lightning's ``rank_zero_only`` take this process for another rank."""
+        """Let user code and Lightning's ``rank_zero_only`` take this process for another rank."""
         helpers = self._names.rank_zero_only, self._names.fabric_rank_zero_only
-        own = [helper.rank for helper in helpers]
-        for helper in helpers:
-            helper.rank = rank
+        own, before = [helper.rank for helper in helpers], self._acting_rank
+        self._acting_rank = helpers[0].rank = helpers[1].rank = rank
         try:
             yield
         finally:
-            for helper, before in zip(helpers, own, strict=True):
-                helper.rank = before
+            self._acting_rank = before
+            for helper, number in zip(helpers, own, strict=True):
+                helper.rank = number
 
     def _alone(self, name: str) -> bool:
         """Return True if the other ranks will not join a collective.

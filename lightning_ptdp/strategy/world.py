@@ -58,8 +58,13 @@ class World(RunningStrategy):
 
     @property
     def global_rank(self) -> int:
-        """Return this rank, or 0 while it runs the user's step to its end for rank 0."""
-        return 0 if self._is_alone or self._answers_for_rank_zero else super().global_rank
+        """Return this rank, or the one as which it acts in the user's step."""
+        return self.own_rank if self._acting_rank is None else self._acting_rank
+
+    @property
+    def own_rank(self) -> int:
+        """Return this rank."""
+        return 0 if self._is_alone else super().global_rank
 
     @property
     def local_rank(self) -> int:
@@ -116,7 +121,7 @@ class World(RunningStrategy):
 
         All ranks of a replica read the same samples."""
         layout = self.layout
-        return {"num_replicas": layout.num_replicas, "rank": layout.replica(self.global_rank)}
+        return {"num_replicas": layout.num_replicas, "rank": layout.replica(self.own_rank)}
 
     def follow_launcher(self) -> None:
         """Take the numbers of devices and nodes from a launcher if the Trainer has its defaults.
@@ -307,7 +312,7 @@ class World(RunningStrategy):
 
     def _ended(self) -> str:
         """Return a message about ended child or parent processes; "" if there are none."""
-        first = self.global_rank - self.local_rank
+        first = self.own_rank - self.local_rank
         for local_rank, process in enumerate(getattr(self._launcher, "procs", ()), start=1):
             if isinstance(process, subprocess.Popen) and process.poll() is not None:
                 return (

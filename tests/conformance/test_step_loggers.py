@@ -1,5 +1,7 @@
 """Loggers and ``rank_zero_only`` in a step: rank 0 gets the calls that one process makes."""
 
+import contextlib
+import io
 from types import SimpleNamespace
 from typing import Any
 
@@ -76,6 +78,7 @@ class LitLogs(LitBlocks):
 
     def shared(self, batch, name):
         assert isinstance(self.logger, Kept) and self.logger.version == 3
+        self.print("begun")
         self.logger.experiment.add(name, batch.sum(), self.logger.run)
         x = self.wte(batch[:, :-1])
         for block in self.h:
@@ -108,15 +111,18 @@ def calls_of(rank, place):
     logger = Kept()
     torch.manual_seed(1)
     trainer = make_trainer(place, use_distributed_sampler=False, max_epochs=1, logger=logger)
-    trainer.fit(LitLogs(), batches(place, rank, 16), batches(place, rank, 16))
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        trainer.fit(LitLogs(), batches(place, rank, 16), batches(place, rank, 16))
     assert trainer.loggers == [logger]
-    return logger.calls
+    return logger.calls, printed.getvalue().count("begun")
 
 
 @pytest.mark.parametrize("name", PLACES)
 def test_rank_zero_gets_calls_of_one_process(name, conformance):
-    found, *others = conformance.ranks(calls_of, PLACES[name])
-    (expected,) = conformance.expected(calls_of, ONE)
+    ranks = conformance.ranks(calls_of, PLACES[name])
+    ((expected, begun),) = conformance.expected(calls_of, ONE)
+    assert sorted(count for _, count in ranks) == [*[0] * (len(ranks) - 1), begun]
+    found, *others = (calls for calls, _ in ranks)
     assert len(found) == len(expected) > 20
     for (text, numbers), (wanted, values) in zip(found, expected, strict=True):
         assert text == wanted
@@ -125,8 +131,10 @@ def test_rank_zero_gets_calls_of_one_process(name, conformance):
 
 
 def test_only_first_replica_logs(conformance):
-    found, *others = conformance.ranks(calls_of, LAYOUTS["d2p2 sharded"])
-    (expected,) = conformance.expected(calls_of, ONE)
+    ranks = conformance.ranks(calls_of, LAYOUTS["d2p2 sharded"])
+    ((expected, begun),) = conformance.expected(calls_of, ONE)
+    assert sorted(count for _, count in ranks) == [*[0] * (len(ranks) - 1), begun]
+    found, *others = (calls for calls, _ in ranks)
     assert len(found) == len(expected)
     assert not any(others)
 
