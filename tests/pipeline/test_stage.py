@@ -158,6 +158,20 @@ class Never(Net):
         return self.head(self.norm(self.embedding(ids)))
 
 
+class Indexed(Net):
+    """Uses an item of a list before the blocks, though it is registered after them."""
+
+    def __init__(self):
+        super().__init__()
+        self.gains = nn.ParameterList([torch.ones(6)])
+
+    def forward(self, ids):
+        x = self.embedding(ids) * self.gains[0]
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
 class Peeking(Net):
     def forward(self, ids):
         return super().forward(ids) @ self.head.weight + self.embedding.weight.sum()
@@ -168,6 +182,7 @@ class Peeking(Net):
     [
         (Late, 2, "after="),
         (Early, 0, "before="),
+        (Indexed, 0, "'gains' belongs to the last pipeline stage but was used before"),
         (Twice, 2, "more than once"),
         (Between, 1, "between or after the repeated blocks"),
         (Between, 0, "computes something before block"),
