@@ -109,7 +109,8 @@ def divisor_of(loss: Tensor, batch: Nested) -> Tensor | None:
     """Return the number by which the loss was divided last, such as the sum of a mask.
 
     A cross-entropy is divided by the weight of its labels. It is left out if it has class weights,
-    or if ``batch`` has ignored labels, whose numbers are compared elsewhere. The result is None if there is no such division.
+    or if ``batch`` has ignored labels, whose numbers are compared elsewhere. The result is None if
+    there is no such division.
     """
     nodes = [
         node
@@ -158,8 +159,8 @@ def warn_of_counted(loss: Tensor, labels: Tensor | int | None = None) -> None:
         warnings.warn(
             f"the loss is a mean over labels with a total weight of {counted:g} (class weights, "
             "labels that the step ignores), but the parts of the batch are averaged as if it were "
-            f"{labels}. Return a dictionary with the mean as 'loss' and the total weight as 'num_tokens' "
-            f"({PAGE})",
+            f"{labels}. Return a dictionary with the mean as 'loss' and the total weight as "
+            f"'num_tokens' ({PAGE})",
             stacklevel=2,
         )
 

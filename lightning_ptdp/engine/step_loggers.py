@@ -47,7 +47,7 @@ class StepLoggers:
 
     @contextlib.contextmanager
     def replaced(self, *, is_last: bool) -> Iterator[None]:
-        """Let the module use the stand-ins, which ignore calls of other stages than the last."""
+        """Let the step use the stand-ins. On stages before the last, they ignore calls."""
         if not self._is_needed:
             yield
             return
@@ -71,7 +71,7 @@ class StepLoggers:
     def attribute(self, value: Any, path: Path) -> Any:
         """Return an attribute if it is plain data that this rank knows, else a stand-in for it."""
         if self._sends and len(path) > 2:
-            return _StandIn(self, None, path)  # of an experiment, which this rank does not have
+            return _StandIn(self, None, path)  # this rank does not have the experiment
         with self._module.trainer.strategy.acting_as(dist.get_rank()):
             found = getattr(value, path[-1])
         is_known = isinstance(found, _PLAIN) or (found is None and not self._sends)
