@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 Nested = Any
@@ -151,9 +152,16 @@ def batch_size(batch: Nested) -> int:
 
     Raises:
         ValueError: There is no tensor with a first dimension, or the tensors disagree (a dimension
-            of 1 is taken as broadcast).
+            of 1 is taken as broadcast). Or a tensor is sparse or nested.
     """
     tensors = [(name, tensor) for name, tensor in named_tensors(batch) if tensor.dim()]
+    for name, tensor in tensors:
+        if tensor.layout is not torch.strided:
+            raise ValueError(
+                f"{name or 'a tensor'} in the batch has layout {tensor.layout}, which cannot be "
+                "split into microbatches. Pad it or make it dense in the collate function, or use "
+                "pipeline_parallel_size=1 and num_microbatches=1"
+            )
     if any(name == "input_ids" for name, _ in tensors):
         tensors = [(name, tensor) for name, tensor in tensors if name not in IMAGE_FIELDS]
     sizes = {tensor.size(0) for _, tensor in tensors}

@@ -140,6 +140,7 @@ def _labels(batch: Nested, samples: int) -> tuple[str, Tensor] | None:
         (name, tensor)
         for name, tensor in named_tensors(batch)
         if tensor.dtype in (torch.int64, torch.int32)
+        and tensor.layout is torch.strided
         and tensor.dim()
         and tensor.size(0) == samples
         and tensor.numel()

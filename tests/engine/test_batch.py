@@ -16,6 +16,7 @@ from lightning_ptdp.engine.microbatches import (
     signature,
     split_batch,
 )
+from lightning_ptdp.engine.rank_agreement import label_spread
 
 Pair = namedtuple("Pair", ["x", "y"])
 
@@ -88,6 +89,23 @@ def test_lists_are_split_but_scalars_and_broadcasts_are_not():
 def test_batch_without_common_first_dimension_is_refused(batch):
     with pytest.raises(ValueError, match="dimension"):
         batch_size(batch)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.eye(4).to_sparse(),
+        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+    ],
+    ids=["sparse", "nested"],
+)
+def test_sparse_and_nested_tensors_are_whole_or_refused(tensor):
+    """They have no rows that a microbatch could take; a step on the whole batch may use them."""
+    batch = {"edges": tensor.to(torch.int64), "x": torch.zeros(len(tensor), 3)}
+    with pytest.raises(ValueError, match="edges in the batch has layout"):
+        batch_size(batch)
+    assert split_batch(batch, (len(tensor),)) == [batch]
+    assert not label_spread(batch, (len(tensor),), device=torch.device("cpu")).any()
 
 
 def test_outputs_are_concatenated_and_scalars_weighted():
