@@ -4,7 +4,8 @@ Two layouts hold different parameters in a different order, so that index 3 of o
 the other. An edited model may differ in the same way. Therefore ``exp_avg`` of the first optimizer
 is stored as ``optimizer/0/exp_avg/<parameter>``, sharded like the parameter. A Python number, such
 as an int step count, is stored as ``optimizer/0/step:number/<parameter>``, so that it is read back
-as a number.
+as a number. A state of another shape, such as Adafactor's means over rows, is stored whole; its
+parameter must then be whole on a rank, in every layout.
 
 LBFGS keeps one history of all parameters together, flattened in the optimizer's order. It is stored
 unchanged, for ranks that hold all parameters.
@@ -52,8 +53,8 @@ def optimizer_tensors(
     """Return this rank's optimizer state for :func:`save_checkpoint`.
 
     Args:
-        optimizer: An optimizer whose states are tensors of the parameter's shape, 0-d tensors,
-            numbers or None (which is left out).
+        optimizer: An optimizer whose states are tensors, numbers or None (which is left out). The
+            tensors have the parameter's shape or no dimensions, unless its placement is whole.
         names: Global name of every local parameter of the optimizer.
         placements: Placements of the parameters, by global name.
         index: Number of the optimizer among the module's optimizers.
@@ -74,17 +75,16 @@ def optimizer_tensors(
                 raise CheckpointError(
                     _unsupported(optimizer, key, name, f"is a {type(value).__name__}")
                 )
-            if value.shape != parameter.shape and value.dim() > 0:
-                problem = (
-                    f"has the shape {tuple(value.shape)}, but the parameter has "
-                    f"{tuple(parameter.shape)}"
-                )
-                raise CheckpointError(_unsupported(optimizer, key, name, problem))
-            same_shape = value.shape == parameter.shape
-            tensors[f"{_prefix(index)}{key}/{name}"] = (
-                value,
-                placements[name] if same_shape else Placement.replicated(()),
-            )
+            place = placements[name]
+            if value.shape != parameter.shape:
+                if value.dim() > 0 and not _holds_all(place):
+                    problem = (
+                        f"has the shape {tuple(value.shape)}, but the parameter, which ranks "
+                        f"divide, has {tuple(parameter.shape)}"
+                    )
+                    raise CheckpointError(_unsupported(optimizer, key, name, problem))
+                place = Placement.replicated(value.shape)
+            tensors[f"{_prefix(index)}{key}/{name}"] = (value, place)
     return tensors
 
 
@@ -351,12 +351,14 @@ def _empty_states(
             continue
         parameter, placement, entry = parameters[name], placements[name], stored[full_name]
         scalar = entry.shape == () and placement.full_shape != ()
-        if not scalar and entry.shape != placement.full_shape:
-            raise CheckpointError(
-                f"{key!r} of {name!r} has the shape {entry.shape} in the checkpoint, but "
-                f"{placement.full_shape} in the model"
-            )
-        place = Placement.replicated(()) if scalar else placement
+        place = placement
+        if entry.shape != placement.full_shape:
+            if not scalar and not _holds_all(placement):
+                raise CheckpointError(
+                    f"{key!r} of {name!r} has the shape {entry.shape} in the checkpoint, but "
+                    f"{placement.full_shape} in the model"
+                )
+            place = Placement.replicated(entry.shape)
         device = parameter.device if parameter in on_device or not scalar else torch.device("cpu")
         states[full_name] = (
             parameter,
@@ -416,6 +418,10 @@ def _equal(left: object, right: object) -> bool:
 def _unsupported(optimizer: Optimizer, key: object, name: str, problem: str) -> str:
     return (
         f"{type(optimizer).__name__} cannot be checkpointed: its state {key!r} of {name!r} "
-        f"{problem}. Only tensors of the parameter's shape, 0-d tensors and numbers are "
-        "independent of the layout"
+        f"{problem}. A state must be a number, or a tensor without dimensions or of the "
+        "parameter's shape; the optimizer of a parameter that it has whole may keep any tensor"
     )
+
+
+def _holds_all(placement: Placement) -> bool:
+    return placement.is_whole and placement.flat is None

@@ -205,17 +205,19 @@ class _TrialSteps:
             gradients = [_gradient(step, *triple) for triple in triples]
             try:
                 probes = probes or [self._probe(item) for item in (starts, *cut.parts(starts))]
-                values = self._step(probes[0], gradients, seed=step)
+                values, draws = self._step(probes[0], gradients, seed=step)
             except Exception as error:
                 if cut.along == "flat":
                     reason = f"it fails on a small parameter ({error})"
                     raise _refusal(self.optimizer, cut, reason) from error
                 return False
+            if draws:  # ranks would draw others, in another order
+                raise _refusal(self.optimizer, cut, "it draws random numbers")
             if not all(value.isfinite().all() for value in values):
                 return False
             try:
                 parts = zip(probes[1:], cut.parts(gradients), strict=True)
-                results = [self._step(probe, part, seed=step) for probe, part in parts]
+                results = [self._step(probe, part, seed=step)[0] for probe, part in parts]
             except Exception as error:
                 reason = f"it fails on a part of a parameter ({error})"
                 raise _refusal(self.optimizer, cut, reason) from error
@@ -243,15 +245,19 @@ class _TrialSteps:
             )
         return probe
 
-    def _step(self, probe: Optimizer, gradients: Sequence[Tensor], *, seed: int) -> list[Tensor]:
-        """Step, and return the parameters."""
+    def _step(
+        self, probe: Optimizer, gradients: Sequence[Tensor], *, seed: int
+    ) -> tuple[list[Tensor], bool]:
+        """Step; return the parameters, and whether random numbers were drawn."""
         (group,) = probe.param_groups
         for parameter, gradient in zip(group["params"], gradients, strict=True):
             parameter.grad = gradient.to(self.device, copy=True)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
+            before = torch.get_rng_state()
             probe.step(_closure)
-        return [parameter.detach().to("cpu", copy=True) for parameter in group["params"]]
+            draws = not torch.equal(before, torch.get_rng_state())
+        return [parameter.detach().to("cpu", copy=True) for parameter in group["params"]], draws
 
 
 def _gradient(step: int, value: Tensor, direction: Tensor, noise: Tensor) -> Tensor:
@@ -277,8 +283,8 @@ def _refusal(optimizer: Optimizer, cut: Cut, reason: str) -> MixingOptimizerErro
     field = cut.option.partition("=")[0]
     if cut.along == "apart":
         return MixingOptimizerError(
-            f"{cut.option} leaves each rank with some of the parameters, but {name} combines "
-            f"several, or draws random numbers for one after the other: {reason}. Use "
+            f"{cut.option} leaves each rank with some of the parameters, but {name} does not "
+            f"update each by itself: {reason}. Use "
             "Trainer(gradient_clip_val=...) instead of clipping in the optimizer, an optimizer "
             f"that updates each parameter separately, or {field}=1"
         )

@@ -195,7 +195,7 @@ class SetupHooks(StepHooks):
                 if parameter in parameters:
                     parameters[parameter].stays_whole = True
             if trainer.checkpoint_callbacks and not self.writes_file:
-                check_optimizer_state(optimizer, groups, device=self.root_device)
+                check_optimizer_state(optimizer, groups, whole=whole, device=self.root_device)
         if parallel.shards is not None:
             parallel.shards.keep_whole()
 

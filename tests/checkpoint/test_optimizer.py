@@ -209,16 +209,34 @@ def test_foreach_option_is_not_restored(tmp_path):
     assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["foreach"]) == (0.5, False)
 
 
-def test_layout_dependent_optimizer_state_is_refused():
+def test_states_of_rows_and_columns_belong_to_whole_parameters(tmp_path):
+    """Adafactor keeps a mean for each row and each column, which no part of a matrix has."""
     named, parameter = _one(torch.ones(4, 6))
     optimizer = torch.optim.Adafactor([parameter])
-    parameter.grad = torch.ones(4, 6)
+    parameter.grad = torch.rand(4, 6)
     optimizer.step()
+    tensors = optimizer_tensors(optimizer, **named)
+    save_checkpoint(tmp_path / "c", tensors=tensors, state={}, metadata={})
+    groups = optimizer_groups(optimizer, named["names"])
+    other = torch.optim.Adafactor([parameter])
+    load_optimizer(tmp_path / "c", other, **named, groups=groups)
+    states, expected = other.state[parameter], optimizer.state[parameter]
+    assert states.keys() == expected.keys() > {"row_var", "col_var"}
+    assert all(torch.equal(states[key], value) for key, value in expected.items())
+
+    named["placements"] = {"w": Placement.replicated((4, 6)).flattened(0, 12)}
     with pytest.raises(
         CheckpointError,
-        match=r"Adafactor cannot be checkpointed: its state '\w+' of 'w' has the shape",
+        match=r"Adafactor cannot be checkpointed: its state '\w+' of 'w' has the shape \(4, 1\)",
     ):
         optimizer_tensors(optimizer, **named)
+    with pytest.raises(CheckpointError, match=r"of 'w' has the shape \(\d, \d\) in the checkpoint"):
+        load_optimizer(tmp_path / "c", other, **named, groups=groups)
+
+
+def test_layout_dependent_optimizer_state_is_refused():
+    named, parameter = _one(torch.ones(4, 6))
+    parameter.grad = torch.ones(4, 6)
     lbfgs = torch.optim.LBFGS([parameter])
     lbfgs.step(lambda: (parameter**2).sum())
     with pytest.raises(

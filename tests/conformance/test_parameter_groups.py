@@ -177,6 +177,8 @@ def save_and_resume(rank, place, kind, path, load):
         ("p2v2", "t2", LitLayerwise),
         ("t2p2", "d2 sharded", LitSized),
         ("d2p2 sharded", "p2", LitLayerwise),
+        ("t2p2", "d2 sharded", LitAdafactor),
+        ("d2 sharded parameters", "t2", LitAdafactor),
     ],
 )
 def test_parameter_groups_resume_in_other_layout(first, second, kind, conformance, tmp_path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import torch
 from torch import nn
@@ -84,19 +84,29 @@ def check_extra_state(module: nn.Module) -> None:
 
 
 def check_optimizer_state(
-    optimizer: Optimizer, trials: Sequence[GroupTrial], *, device: torch.device
+    optimizer: Optimizer,
+    trials: Sequence[GroupTrial],
+    *,
+    whole: Container[int],
+    device: torch.device,
 ) -> None:
     """Check that an optimizer's states can be stored by name, by a step on a small tensor.
 
     torch's own optimizers are known. Optimizers that keep other objects, or that call hooks, are
     not tried; for them the first save shows the error.
 
+    Args:
+        optimizer: The optimizer.
+        trials: Facts about its groups.
+        whole: Positions of the groups whose parameters are not cut for its step.
+        device: Device of the tensors.
+
     Raises:
         ValueError: The states cannot be stored; names the optimizer and the state.
     """
     if not _may_be_tried(optimizer):
         return
-    for group, trial in zip(optimizer.param_groups, trials, strict=True):
+    for position, (group, trial) in enumerate(zip(optimizer.param_groups, trials, strict=True)):
         shape = (_SIDE, _SIDE) if any(dims > 1 for dims in trial.dims) else (_SIDE,)
         weight = nn.Parameter(torch.ones(shape, device=device))
         weight.grad = torch.ones_like(weight)
@@ -105,10 +115,11 @@ def check_optimizer_state(
             probe.step()
         except Exception:
             return  # the optimizer needs more than a parameter and its gradient
+        place = Placement.replicated(shape)
+        if trial.cuts and position not in whole:
+            place = place.flattened(0, _SIDE)
         try:
-            optimizer_tensors(
-                probe, names={weight: "weight"}, placements={"weight": Placement.replicated(shape)}
-            )
+            optimizer_tensors(probe, names={weight: "weight"}, placements={"weight": place})
         except CheckpointError as error:
             raise ValueError(f"{error}. {_REMEDY}") from None
 
