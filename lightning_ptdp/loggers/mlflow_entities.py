@@ -184,10 +184,20 @@ def log_folder(
                     folder, trust_remote_code=False
                 ),
             }
-            info = mlflow.transformers.log_model(components, task="text-generation", **options)
+            # Otherwise MLflow loads the model once more, in a new process, to see its imports.
+            needs = mlflow.transformers.get_default_pip_requirements(model)
+            info = mlflow.transformers.log_model(
+                components, task="text-generation", pip_requirements=needs, **options
+            )
             flavor = "transformers"
         else:
-            info = mlflow.pytorch.log_model(model, serialization_format="pickle", **options)
+            needs = mlflow.pytorch.get_default_pip_requirements()
+            info = mlflow.pytorch.log_model(
+                model,
+                serialization_format="pickle",
+                pip_requirements=[*needs, f"transformers=={transformers.__version__}"],
+                **options,
+            )
             flavor = "pytorch"
     uri = info.model_uri if name is None else f"models:/{name}/{info.registered_model_version}"
     return f"mlflow.{flavor}.load_model('{uri}')"
