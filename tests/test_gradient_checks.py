@@ -53,6 +53,13 @@ class LitFreezes(LitNet):
             next(self.parameters()).requires_grad_(False)
 
 
+class LitFreezesInStep(LitNet):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1:
+            next(self.parameters()).requires_grad_(False)
+        return super().training_step(batch, batch_idx)
+
+
 def _fit(rank, module, world_size, layout, accumulate=1):
     """Train and return the error, the warnings and whether all weights are finite."""
     L.seed_everything(1, verbose=False)
@@ -136,6 +143,16 @@ def test_parameters_without_gradient_are_named_once(name, pool):
     assert [text.split(" (")[0] for text in told if "no loss depends" in text] == [
         "no loss depends on spare.bias, spare.weight"
     ]
+
+
+@pytest.mark.parametrize("name", ["one", "d2", "p2"])
+def test_parameter_frozen_in_step_of_microbatches_is_refused(name, pool):
+    size, layout = PLACES[name]
+    ranks = pool.run(_fit, world_size=size, args=(LitFreezesInStep, size, layout))
+    for raised, _, _ in ranks:
+        assert raised.startswith("ValueError: requires_grad of '")
+        assert "has become False in training_step" in raised
+        assert "on_train_batch_start" in raised
 
 
 def test_parameter_frozen_after_setup_is_refused(pool):

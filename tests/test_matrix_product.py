@@ -46,6 +46,17 @@ def _microbatch(module, x, *, splits):
     store.run(0)
 
 
+def test_gradient_of_slice_is_left_to_autograd(recwarn):
+    """A slice of a parameter, such as one of three projections, has no ``grad``."""
+    weight = nn.Parameter(torch.ones(6, 2))
+    weight.grad = torch.zeros(6, 2)
+    product = MatrixProduct(weight[:3])
+    assert torch.equal(
+        product.give_weight_gradient(torch.ones(4, 3), torch.ones(4, 2)), 4 * weight[:3]
+    )
+    assert not recwarn.list
+
+
 def test_bf16_product_is_added_to_float32_gradient_in_one_pass():
     with torch.device("meta"):
         weight, x, grad = (

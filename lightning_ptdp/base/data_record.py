@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+WORKING_FOLDER = "working_folder"
+"""Key of the working directory in the state of a data module."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetRecord:

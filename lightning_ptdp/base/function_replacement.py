@@ -89,10 +89,18 @@ class PartialValues(TorchFunctionMode):
         if self.line is not None:
             self._check_call(getattr(func, "__name__", ""), parts, args, kwargs)
         result = func(*args, **kwargs)
+        if parts and getattr(func, "__name__", "").startswith("_foreach_"):
+            lists = [one for one in args if isinstance(one, list | tuple)]
+            for tensor, *given in zip(result or (), *lists, strict=True):
+                self._follow_all(func, [one for one in given if one in self._names], tensor)
+        else:
+            self._follow_all(func, parts, result)
+        return result
+
+    def _follow_all(self, func: Callable[..., Any], parts: list[Tensor], result: Any) -> None:
         for tensor in iterate_tensors(result) if parts else ():
             if tensor not in self._names:
                 self._follow(func, parts, tensor)
-        return result
 
     def _check_call(
         self, name: str, parts: list[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]

@@ -124,13 +124,13 @@ def resolve_configs(arguments: list[str]) -> list[str]:
     """Return the command line with every ``--config`` value resolved.
 
     A value becomes the path of an existing file. If that file has a base, the value becomes the
-    merged text.
+    merged text. Configurations come first, because the other options override them.
 
     Raises:
         UserError: See ``find_config`` and ``resolve_config``.
     """
     resolved: list[str] = []
-    for option in options_on(arguments):
+    for option in sorted(options_on(arguments), key=lambda one: one.name not in CONFIG):
         # A value with line breaks is a text that is already resolved.
         is_config = option.name in CONFIG and option.value is not None and "\n" not in option.value
         resolved += (

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningDataModule, Trainer
@@ -17,7 +18,8 @@ from lightning_ptdp.base.errors import listed
 from lightning_ptdp.callbacks.artifacts import checkpoint_dirs
 from lightning_ptdp.checkpoint import CheckpointMetadata, complete_checkpoints, read_metadata
 from lightning_ptdp.checkpoint.memory_folders import newest_first
-from lightning_ptdp.checkpoint.remote_path import Place, located
+from lightning_ptdp.checkpoint.remote_path import Place, is_url, located
+from lightning_ptdp.cli.failures import UserError
 from lightning_ptdp.cli.inheritance import leaves, short, value_at
 from lightning_ptdp.data.stream_datamodule import StreamDataModule
 
@@ -52,16 +54,8 @@ def find_newest(
         experiment: The options that the checkpoint's run must share.
         started_from: Checkpoint from which that run must have started; None accepts any run.
     """
-    saved = [logger.save_dir for logger in trainer.loggers if logger.save_dir is not None]
-    roots = [trainer.default_root_dir, *saved, *checkpoint_dirs(trainer)]
-    paths = {
-        path if path.is_symlink() else path.resolve()
-        for root in {located(root).resolve() for root in roots}
-        for path in newest_first(root)
-    }
-    entries = [(metadata, path) for path in paths if (metadata := _metadata(path)) is not None]
     found = Found()
-    for metadata, path in sorted(entries, key=lambda entry: entry[0].created, reverse=True):
+    for metadata, path in _newest_first(_folders(trainer)):
         if not any(name.startswith("optimizer/") for name in metadata.tensors):
             continue
         reason = _why_not(metadata, experiment, started_from)
@@ -70,6 +64,40 @@ def find_newest(
         if found.other is None:
             found = Found(other=path, why=reason)
     return found
+
+
+def last_checkpoint(trainer: Trainer) -> str:
+    """Return the newest checkpoint in the folders that ``find_newest`` searches.
+
+    Raises:
+        UserError: There is none.
+    """
+    folders = _folders(trainer)
+    for _, path in _newest_first(folders):
+        return os.fspath(path)
+    for folder in checkpoint_dirs(trainer):
+        if not is_url(folder) and any(Path(folder).glob("last*.ckpt")):
+            return "last"  # Lightning's single file
+    raise UserError(
+        f"--ckpt_path last: there is no checkpoint in {', '.join(sorted(map(str, folders)))}. Give "
+        "its path, or leave --ckpt_path out"
+    )
+
+
+def _folders(trainer: Trainer) -> set[Place]:
+    saved = [logger.save_dir for logger in trainer.loggers if logger.save_dir is not None]
+    roots = [trainer.default_root_dir, *saved, *checkpoint_dirs(trainer)]
+    return {located(root).resolve() for root in roots}
+
+
+def _newest_first(folders: Iterable[Place]) -> list[tuple[CheckpointMetadata, Place]]:
+    paths = {
+        path if path.is_symlink() else path.resolve()
+        for folder in folders
+        for path in newest_first(folder)
+    }
+    entries = [(metadata, path) for path in paths if (metadata := _metadata(path)) is not None]
+    return sorted(entries, key=lambda entry: entry[0].created, reverse=True)
 
 
 def _metadata(path: Place) -> CheckpointMetadata | None:

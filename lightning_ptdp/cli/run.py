@@ -30,7 +30,13 @@ from lightning_ptdp.checkpoint.remote_path import located
 from lightning_ptdp.cli.command_line import check_output, options_on
 from lightning_ptdp.cli.failures import UserError, ending_workers, held_back
 from lightning_ptdp.cli.lightning_cli import PTDPCLI
-from lightning_ptdp.cli.resume import Found, experiment_of, find_newest, was_requeued
+from lightning_ptdp.cli.resume import (
+    Found,
+    experiment_of,
+    find_newest,
+    last_checkpoint,
+    was_requeued,
+)
 from lightning_ptdp.cli.run_checks import (
     check_data,
     check_run,
@@ -113,6 +119,13 @@ def _ckpt_path(cli: PTDPCLI, verb: str) -> str | None:
     """Return the checkpoint to load: the result of ``--resume auto``, else ``--ckpt_path``."""
     ckpt_path: str | None = cli.config.ckpt_path
     located(ckpt_path or "")  # refuses credentials before anything shows them
+    if ckpt_path == "best":
+        raise UserError(
+            "--ckpt_path best is known only to the process that has trained. Give the path that "
+            "fit printed"
+        )
+    if ckpt_path == "last":
+        ckpt_path = last_checkpoint(cli.trainer)
     strategy: Any = cli.trainer.strategy
     if verb != "fit":
         return ckpt_path

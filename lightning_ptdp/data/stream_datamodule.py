@@ -5,6 +5,7 @@ The base gives each replica its samples, and resumes training exactly in the mid
 
 from __future__ import annotations
 
+import os
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Any, TypedDict, TypeVar
 
 from lightning.pytorch import LightningDataModule, Trainer
 
-from lightning_ptdp.base.data_record import DatasetRecord, DescribedData
+from lightning_ptdp.base.data_record import WORKING_FOLDER, DatasetRecord, DescribedData
 from lightning_ptdp.base.option_types import Count, Size, check_arguments, check_types
 from lightning_ptdp.data.loader import EvaluationLoader, TokenLoader
 from lightning_ptdp.data.manifest import SplitName
@@ -163,8 +164,12 @@ class StreamDataModule(DescribedData, LightningDataModule):
         return self.val_dataloader()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the training data, saved in checkpoints."""
-        return self._train.state_dict() if self._train is not None else dict(self._saved)
+        """Return the position in the training data, saved in checkpoints.
+
+        It includes the working directory, to which the paths in the hyperparameters are relative.
+        """
+        state = self._train.state_dict() if self._train is not None else self._saved
+        return {**state, WORKING_FOLDER: os.getcwd()} if state else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from the position of a checkpoint.

@@ -91,7 +91,10 @@ class Tokenizer:
                 "= 3"
             )
         if not self._is_lossless():
-            raise TokenizerError("the sentencepiece model does not reproduce every text")
+            raise TokenizerError(
+                "the sentencepiece model does not reproduce every text. One reason is text with "
+                "NUL characters: remove them"
+            )
 
     @classmethod
     def train(

@@ -153,11 +153,7 @@ class Gradients:
         """
         assert self._store is not None
         keep = self._open and not self.clears
-        changed = [
-            parameter
-            for parameter in self._parameters
-            if parameter.requires_grad != (parameter in self._trainable)
-        ]
+        changed = self._changed()
         if changed and (
             keep or self.stepped is not None or needs_masters(self._config, self._parameters)
         ):
@@ -187,9 +183,18 @@ class Gradients:
         Args:
             counted: True if the batch weighs its tokens, so that its gradients still need scaling.
             scale: The scaling factor; None: no token was counted.
+
+        Raises:
+            ValueError: The step has changed ``requires_grad`` of a parameter.
         """
         store = self._store
         assert store is not None
+        for parameter in self._changed():
+            raise ValueError(
+                f"requires_grad of '{self._parameters[parameter].name}' has become "
+                f"{parameter.requires_grad} in training_step, where the schedule already counts on "
+                "the old value. Change it in on_train_batch_start"
+            )
         if self.reduces:
             store.finish(scale)
         else:
@@ -291,6 +296,14 @@ class Gradients:
     def local(self) -> Iterable[Tensor]:
         """Return this rank's part of the gradients, in few tensors."""
         return () if self._store is None else self._store.local()
+
+    def _changed(self) -> list[nn.Parameter]:
+        """Return the parameters whose ``requires_grad`` differs from that at the batch's start."""
+        return [
+            parameter
+            for parameter in self._parameters
+            if parameter.requires_grad != (parameter in self._trainable)
+        ]
 
     def unused(self) -> list[str]:
         """Return the names of parameters that this replica has not used since the last step.

@@ -217,7 +217,12 @@ class GradientView(PartialValues):
         error_if_nonfinite: bool = False,
         foreach: Any = None,
     ) -> Tensor:
-        gradients: list[Tensor] = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        # A rank without a shard of a parameter has no gradient of it.
+        gradients: list[Tensor] = (
+            [tensors]
+            if isinstance(tensors, Tensor)
+            else [tensor for tensor in tensors if tensor is not None]
+        )
         if self._paused or (gradients and not any(tensor in self._names for tensor in gradients)):
             return original(gradients, norm_type, error_if_nonfinite, foreach)
         with self.paused():

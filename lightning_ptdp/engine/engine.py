@@ -365,7 +365,8 @@ class Engine:
             loss, tokens = loss_and_weight(output)
             if tokens is None and inspects:
                 warn_of_loss(loss, replicas=True)
-                warn_of_counted(loss)
+                with contextlib.suppress(ValueError):  # batch without a number of samples
+                    warn_of_counted(loss, samples=batch_size(args[0]))
             self.agreement.warn_of_uneven(args[0], counted=tokens is not None)
             self.optimization.losses = [
                 (loss if tokens is None else counted_loss(loss, tokens)).detach()

@@ -32,6 +32,8 @@ _DIVISORS = MappingProxyType(
     }
 )
 _ROUNDING = 1e-5
+IGNORED = -100
+"""Label that the losses of torch and transformers ignore."""
 
 
 def warn_of_loss(loss: Tensor, *, replicas: bool) -> None:
@@ -43,13 +45,7 @@ def warn_of_loss(loss: Tensor, *, replicas: bool) -> None:
     """
     part, parts = ("replica", "replicas") if replicas else ("microbatch", "microbatches")
     if any(_is_sum(node) for node in _ends(loss.grad_fn, _THROUGH)):
-        warnings.warn(
-            f"the loss is a sum (such as reduction='sum') over one {part}, but {parts} are "
-            "averaged. If the sum grows with the batch, the loss and its gradient are smaller "
-            f"than in one process by the number of {parts}. Return a mean, or a dictionary "
-            f"with the mean as 'loss' and its 'num_tokens' ({PAGE})",
-            stacklevel=2,
-        )
+        _warn_of_sum(part, parts)
     if any(_compares_samples(node) for node in _ends(loss.grad_fn, _SCALED)):
         remedy = "Use num_microbatches=1 or a larger micro_batch_size"
         if replicas:
@@ -61,6 +57,40 @@ def warn_of_loss(loss: Tensor, *, replicas: bool) -> None:
         )
 
 
+def _warn_of_sum(part: str, parts: str) -> None:
+    warnings.warn(
+        f"the loss is a sum (such as reduction='sum') over one {part}, but {parts} are "
+        "averaged. If the sum grows with the batch, the loss and its gradient are smaller "
+        f"than in one process by the number of {parts}. Return a mean, or a dictionary "
+        f"with the mean as 'loss' and its 'num_tokens' ({PAGE})",
+        stacklevel=3,
+    )
+
+
+def divided_sums(loss: Tensor) -> list[tuple[int, float]]:
+    """Return the number of elements of each sum in a loss, and the number that divides it."""
+    return [
+        (_summed(node).numel(), 1 / abs(factor))
+        for node, factors in _scaled_sums(loss.grad_fn, ())
+        if factors and (factor := float(math.prod(factors, start=1.0)))
+    ]
+
+
+def warn_of_constants(sums: Sequence[list[tuple[int, float]]], *, samples: int, total: int) -> None:
+    """Warn of sums that are divided by a constant of the whole batch.
+
+    Args:
+        sums: ``divided_sums`` of the microbatches.
+        samples: Number of samples of each microbatch.
+        total: Number of samples of the batch.
+    """
+    if all(one == sums[0] for one in sums) and any(
+        number > most * (1 + _ROUNDING) or (number == total and number not in (most, samples))
+        for most, number in sums[0]
+    ):
+        _warn_of_sum("microbatch", "microbatches")
+
+
 def warn_of_slices(loss: Tensor, *, samples: int, tokens: int) -> None:
     """Warn of a sum over the tokens of a slice that is not divided by a number of tokens.
 
@@ -70,8 +100,7 @@ def warn_of_slices(loss: Tensor, *, samples: int, tokens: int) -> None:
         tokens: Number of tokens of the slice.
     """
     for node, factors in _scaled_sums(loss.grad_fn, ()):
-        size = getattr(node, "_saved_self_sym_sizes", None)
-        shape = tuple(node._saved_self.shape if size is None else size)
+        shape = _summed(node)
         is_slice = shape[:2] == (samples, tokens) or shape[:1] == (samples * tokens,)
         most = shape[0] if "NllLoss" in node.name() else math.prod(shape)
         is_mean = any(factor and samples < 1 / abs(factor) <= most for factor in factors)
@@ -84,6 +113,12 @@ def warn_of_slices(loss: Tensor, *, samples: int, tokens: int) -> None:
                 stacklevel=2,
             )
             return
+
+
+def _summed(node: Any) -> torch.Size:
+    """Return the shape of the tensor whose elements a sum adds."""
+    size = getattr(node, "_saved_self_sym_sizes", None)
+    return torch.Size(node._saved_self.shape if size is None else size)
 
 
 def _scaled_sums(node: Any, factors: tuple[float, ...]) -> Iterator[tuple[Any, tuple[float, ...]]]:
@@ -109,7 +144,7 @@ def divisor_of(loss: Tensor, batch: Nested) -> Tensor | None:
     """Return the number by which the loss was divided last, such as the sum of a mask.
 
     A cross-entropy is divided by the weight of its labels. It is left out if it has class weights,
-    or if ``batch`` has ignored labels, whose numbers are compared elsewhere. The result is None if
+    or if ``batch`` has labels -100, whose numbers are compared elsewhere. The result is None if
     there is no such division.
     """
     nodes = [
@@ -122,10 +157,14 @@ def divisor_of(loss: Tensor, batch: Nested) -> Tensor | None:
     divisor: Tensor = getattr(nodes[0], _DIVISORS[nodes[0].name()])
     if getattr(nodes[0], "_saved_weight", None) is not None:
         return None
-    ignores = hasattr(nodes[0], "_saved_ignore_index") and any(
-        bool((tensor.long() == _ignored_label(nodes[0])).any())
-        for tensor in iterate_tensors(batch)
-        if not tensor.is_floating_point()
+    ignores = (
+        hasattr(nodes[0], "_saved_ignore_index")
+        and _ignored_label(nodes[0]) == IGNORED
+        and any(
+            bool((tensor.long() == IGNORED).any())
+            for tensor in iterate_tensors(batch)
+            if not tensor.is_floating_point()
+        )
     )
     return None if divisor.dim() or ignores else divisor.detach()
 
@@ -136,11 +175,14 @@ def _ignored_label(node: Any) -> int:
     return index - 2**64 if index >= 2**63 else index
 
 
-def warn_of_counted(loss: Tensor, labels: Tensor | int | None = None) -> None:
+def warn_of_counted(
+    loss: Tensor, labels: Tensor | int | None = None, *, samples: int | None = None
+) -> None:
     """Warn of a cross-entropy whose mean has another weight than the number of its labels.
 
     Args:
         loss: Loss of a microbatch, of one replica's batch, or of a slice of its sequences.
+        samples: Number of samples of a replica's batch; None: do not compare their labels.
         labels: Number of labels by which the loss is weighted; None: those that are not ignored.
             It is read from the device.
     """
@@ -148,9 +190,19 @@ def warn_of_counted(loss: Tensor, labels: Tensor | int | None = None) -> None:
     if len(nodes) != 1 or nodes[0]._saved_reduction != _MEAN:
         return
     counted, weight = float(nodes[0]._saved_total_weight), nodes[0]._saved_weight
-    learned = nodes[0]._saved_target
-    learned = learned[learned != _ignored_label(nodes[0])]
+    target, ignored = nodes[0]._saved_target, _ignored_label(nodes[0])
+    learned = target[target != ignored]
     labels = learned.numel() if labels is None else int(labels)
+    if ignored != IGNORED and samples and target.numel() % samples == 0:
+        counts = (target != ignored).reshape(samples, -1).sum(1)
+        if len(counts.unique()) > 1:
+            warnings.warn(
+                f"samples have different numbers of labels other than {ignored}, so the means of "
+                "the replicas have the same weight for different numbers of labels. Return "
+                f"{{'loss': loss, 'num_tokens': (labels != {ignored}).sum()}} from training_step "
+                f"({PAGE})",
+                stacklevel=2,
+            )
     if (
         abs(counted - labels) > _ROUNDING * counted
         if weight is None
@@ -176,7 +228,7 @@ def warn_of_divisors(divisors: Sequence[Tensor | None]) -> None:
     ):
         warnings.warn(
             "the loss is divided by a number that differs between microbatches, such as the sum of "
-            f"a mask or of class weights ({min(values):g} to {max(values):g}), but all microbatches "
+            f"a mask, of class weights, or of labels that are not ignored ({min(values):g} to {max(values):g}), but all microbatches "
             "have the same weight. Return a dictionary with the mean as 'loss' and this number as "
             f"'num_tokens' ({PAGE})",
             stacklevel=2,

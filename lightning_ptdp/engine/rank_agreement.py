@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_ptdp.base.errors import PTDPError
 from lightning_ptdp.base.nested import Nested, batch_size, iterate_tensors, named_tensors
+from lightning_ptdp.engine.loss_habits import IGNORED
 from lightning_ptdp.world.mesh import ProcessMesh
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -76,7 +77,6 @@ def _checksum(tensor: Tensor) -> Tensor:
 # different numbers of labels.
 
 
-_IGNORED = -100
 _PARTS = 1_000_000
 
 
@@ -106,7 +106,7 @@ def label_spread(batch: Nested, sizes: Sequence[int], *, device: torch.device) -
     labels = _labels(batch, sum(sizes)) if sizes else None
     if labels is None:
         return torch.zeros(2, dtype=torch.int64, device=device)
-    counts = (labels[1] != _IGNORED).reshape(sum(sizes), -1).sum(1)
+    counts = (labels[1] != IGNORED).reshape(sum(sizes), -1).sum(1)
     if len(set(sizes)) == 1:
         shares = counts.view(len(sizes), -1).sum(1) * _PARTS // sizes[0]
     else:
@@ -127,9 +127,9 @@ def describe_uneven(batch: Nested, samples: int) -> str:
     label_name = f"'{name}'" if name else "the labels"
     return (
         "the microbatches or replicas of a batch have different numbers of labels other than "
-        f"{_IGNORED} in {label_name}, and training_step returns no 'num_tokens'. The mean of each "
+        f"{IGNORED} in {label_name}, and training_step returns no 'num_tokens'. The mean of each "
         "microbatch has the same weight, so the loss is not the mean over all labels as in "
-        f"one process. Return {{'loss': loss, 'num_tokens': (labels != {_IGNORED}).sum()}} "
+        f"one process. Return {{'loss': loss, 'num_tokens': (labels != {IGNORED}).sum()}} "
         "from training_step"
     )
 

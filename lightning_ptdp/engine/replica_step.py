@@ -18,7 +18,9 @@ from lightning_ptdp.data_parallel import GradientStore
 from lightning_ptdp.data_parallel.sharded_parameters import ShardedParameters
 from lightning_ptdp.engine.context_report import PartReports, whole_outputs
 from lightning_ptdp.engine.loss_habits import (
+    divided_sums,
     divisor_of,
+    warn_of_constants,
     warn_of_counted,
     warn_of_divisors,
     warn_of_loss,
@@ -174,6 +176,7 @@ class LightningJob(StepJob):
         self._tokens: list[Tensor | None] = [None] * self.count
         self._shares: list[Tensor | float] = [1.0] * self.count
         self._divisors: list[Tensor | None] = []
+        self._sums: list[list[tuple[int, float]]] = []
         self._part: BatchPart | None = None
         self._awaited = self.count
         self._begun: BegunReport | None = None
@@ -287,13 +290,22 @@ class LightningJob(StepJob):
         if not self._divisors:
             warn_of_loss(loss, replicas=self.count == 1)
             part = self._part
-            warn_of_counted(loss, None if part is None else part.num_targets)
+            warn_of_counted(
+                loss,
+                None if part is None else part.num_targets,
+                samples=self.sizes[0] if self.count == 1 and part is None else None,
+            )
             if part is not None:
                 tokens = part.length // part.group.size
                 warn_of_slices(loss, samples=self.sizes[0], tokens=tokens)
         self._divisors.append(divisor_of(loss, batch))
+        if self.count == 1:
+            return
+        self._sums.append(divided_sums(loss))
         if len(self._divisors) == self.count and len(set(self.sizes)) == 1:
             warn_of_divisors(self._divisors)
+            total = sum(self.sizes)
+            warn_of_constants(self._sums, samples=self.sizes[0], total=total)
 
     def _is_skipped(self, output: Nested) -> bool:
         if output is None and self.may_skip and not self.losses:

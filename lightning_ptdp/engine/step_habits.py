@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_ptdp.base.errors import listed
 from lightning_ptdp.base.function_replacement import calling_line, named_dims
-from lightning_ptdp.base.nested import Nested, batch_size, iterate_tensors, named_tensors
+from lightning_ptdp.base.nested import Nested, batch_size, iterate_tensors
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.engine.loss_habits import PAGE
 from lightning_ptdp.engine.step_state import Owner, StepState
@@ -128,7 +128,13 @@ class FirstBatchInspection:
             ):
                 yield f"self.{name}"
         for change in state.changes():
-            if change.how == "set" and len(change.path) == 2 and named_tensors(change.value):
+            # What belongs to the loss is used by the same run.
+            tensors = iterate_tensors(change.value)
+            if (
+                change.how == "set"
+                and len(change.path) == 2
+                and any(tensor.grad_fn is None for tensor in tensors)
+            ):
                 yield change.name
 
     def _scheduler_epochs(self) -> list[int]:

@@ -155,7 +155,8 @@ def convert(  # noqa: PLR0913
             destination has the suffix of one, else a Hugging Face folder. Default for a ``.ckpt``
             file: a state dict if the destination has the suffix of one; else a Hugging Face folder
             if training under this strategy has written the file and the destination does not end
-            with ``.ckpt``; else a checkpoint. Default for every other source: a checkpoint.
+            with ``.ckpt``; else a checkpoint. Default for every other source: a checkpoint, which
+            the destination's suffix must not contradict.
         names: Names of the tensors read from a Hugging Face folder: "ptdp" for the native model,
             "hf" for a LightningModule that wraps a Hugging Face model.
         prefix: Attribute of the model in the LightningModule, with a dot. Default: "model." when
@@ -215,10 +216,8 @@ def convert(  # noqa: PLR0913
 
 
 def _wanted(kind: Kind, destination: Path, is_trained: bool) -> Kind:
-    if kind == "lightning" and destination.suffix in _STATE_DICTS:
+    if destination.suffix in _STATE_DICTS:
         return "state_dict"
     if kind != "checkpoint" and (not is_trained or destination.suffix == ".ckpt"):
         return "checkpoint"
-    if destination.suffix in _STATE_DICTS:
-        return "state_dict"
     return "lightning" if destination.suffix == ".ckpt" else "huggingface"

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_ptdp.base.checked_json import Json
+from lightning_ptdp.base.data_record import WORKING_FOLDER
 from lightning_ptdp.base.untrusted import read_bytes, read_files
 from lightning_ptdp.checkpoint import reading
+from lightning_ptdp.checkpoint.remote_path import is_url
 from lightning_ptdp.shims.transformers import TOKENIZER_FILES
 
 if TYPE_CHECKING:  # imported lazily
@@ -66,7 +69,14 @@ def tokenizer_of(state: Mapping[str, object]) -> dict[str, bytes]:
         state: State of the checkpoint.
     """
     folder = tokenizer_folder(state)
-    if folder is None or not Path(folder).is_dir():
+    if folder is None:
+        return {}
+    if not Path(folder).is_dir():
+        warnings.warn(
+            f"the result has no tokenizer, because the folder of the training data, {folder}, does "
+            "not exist here",
+            stacklevel=2,
+        )
         return {}
     from lightning_ptdp.data.data_error import TokenizerError
     from lightning_ptdp.data.huggingface_tokenizer import HuggingFaceTokenizer, load_tokenizer
@@ -173,10 +183,20 @@ def _template(ids: Mapping[str, int], begin: str, end: str) -> dict[str, Json]:
 
 
 def tokenizer_folder(state: Mapping[str, object]) -> str | None:
-    """Return the prepared folder that a checkpoint's data module names, if it does."""
+    """Return the prepared folder that a checkpoint's data module names, if it does.
+
+    A relative path is relative to the working directory of the training. If that does not exist
+    here, it is relative to the present one.
+    """
     options = state.get("datamodule_hyper_parameters")
     corpora = options.get("corpora") if isinstance(options, Mapping) else None
     if isinstance(corpora, Sequence) and corpora:
         options = corpora[0]
     folder = options.get("data_dir") if isinstance(options, Mapping) else None
-    return str(folder) if isinstance(folder, str | Path) else None
+    if not isinstance(folder, str | Path):
+        return None
+    states = (value for value in state.values() if isinstance(value, Mapping))
+    origin = next((str(one[WORKING_FOLDER]) for one in states if WORKING_FOLDER in one), None)
+    if origin is None or is_url(folder) or not Path(origin, folder).is_dir():
+        return str(folder)
+    return str(Path(origin, folder))

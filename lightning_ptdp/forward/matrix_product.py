@@ -95,6 +95,7 @@ class MatrixProduct:
         """
         if (
             torch.compiler.is_compiling()  # a graph has no effects other than its outputs
+            or not self.weight.is_leaf
             or self.weight.grad is None
             or not adds_to_gradient(self.weight)
         ):

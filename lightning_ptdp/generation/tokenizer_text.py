@@ -70,6 +70,11 @@ def find_tokenizer(state: Mapping[str, Any], folder: str | None = None) -> TextT
     data = tokenizer_folder(state)
     model = (state.get("hyper_parameters") or {}).get("path")
     if data is not None and (Path(data).is_dir() or not isinstance(model, str)):
+        if not Path(data).is_dir():
+            raise ValueError(
+                f"the folder of the training data, {data}, does not exist here. Give that of the "
+                "tokenizer (--tokenizer)"
+            )
         # The tokenizer of the training data takes precedence, but a folder of conversations may
         # have none.
         with (

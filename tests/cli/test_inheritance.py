@@ -126,6 +126,21 @@ def test_file_without_base_is_passed_as_path(tmp_path):
     ]
 
 
+def test_options_override_configurations_that_follow(ptdp, tmp_path):
+    first, second = (
+        write(tmp_path / f"{number}.yaml", f"trainer: {{max_steps: {number}}}") for number in (1, 2)
+    )
+    words = ["--trainer.max_steps", "3", "--config", str(first), "-c", str(second)]
+    assert resolve_configs(words) == [
+        f"--config={first}",
+        f"--config={second}",
+        "--trainer.max_steps",
+        "3",
+    ]
+    code, text, _ = ptdp("fit", *words[:2], "--config", "gpt/nano", *words[2:], "--print_config")
+    assert code == 0 and "\n  max_steps: 3\n" in text
+
+
 def test_print_config_shows_merged_configuration(ptdp, tmp_path):
     text = (
         "base: gpt/124m\nmodel: {init_args: {optimizer: {learning_rate: 1e-3}}}\ntrainer: "

@@ -36,7 +36,8 @@ class LitClipsPieces(LitHook):
             self.norms.append(
                 float(torch.nn.utils.clip_grad_norm_(block.parameters(), 0.05, norm_type=1))
             )
-        gradients = [p.grad for p in self.h.parameters() if p.grad is not None]
+        # some ranks of a sharded optimizer have no gradient of some parameters
+        gradients = [p.grad for p in self.h.parameters()]
         self.norms.append(float(torch.nn.utils.get_total_norm(gradients)))
 
 
@@ -48,6 +49,21 @@ class LitClipsOptimizer(LitHook):
 class LitClipsValues(LitHook):
     def on_after_backward(self):
         clip_grad_value_(self.parameters(), 0.003)
+
+
+class LitClipsNumbers(LitHook):
+    """Clips a parameter of one element together with parts of others."""
+
+    def __init__(self):
+        super().__init__()
+        self.temperature = torch.nn.Parameter(torch.ones(1))
+
+    def loss(self, batch):
+        return super().loss(batch) * self.temperature
+
+    def on_before_optimizer_step(self, optimizer):
+        clip_grad_value_(self.parameters(), 0.01)
+        self.norms.append(float(clip_grad_norm_(self.parameters(), 0.02)))
 
 
 class LitScales(LitHook):
@@ -73,6 +89,7 @@ CASES = [
     *((layout, LitClipsPieces) for layout in ("t2p2", "d2p2 sharded")),
     *((layout, LitClipsOptimizer) for layout in ("p2", "d2p2 sharded")),
     *((layout, LitClipsValues) for layout in ("t2p2", "d2 sharded")),
+    *((layout, LitClipsNumbers) for layout in ("t2", "d2 sharded", "d2 sharded gradients")),
     *((layout, LitScales) for layout in ("p2v2", "d2 sharded")),
 ]
 

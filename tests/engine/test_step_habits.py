@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_ptdp.engine.loss_habits import warn_of_slices
+from lightning_ptdp.engine.loss_habits import divisor_of, warn_of_slices
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.parity import make_trainer
 
@@ -174,6 +174,38 @@ class LitIgnoring(LitPlain):
         return F.cross_entropy(prediction, y.argmax(1).masked_fill(y[:, 0] > 0, -100))
 
 
+class LitIgnoringOther(LitPlain):
+    """Labels that the step ignores, with another number than torch's."""
+
+    def loss(self, prediction, y):
+        labels = y.argmax(1).masked_fill(y[:, 0] > 0, -1)
+        return F.cross_entropy(prediction, labels, ignore_index=-1)
+
+
+class LitConstant(LitPlain):
+    """A sum divided by the number of samples, as a constant."""
+
+    def loss(self, prediction, y):
+        return F.mse_loss(prediction, y, reduction="sum") / 8
+
+
+class LitConstantFactor(LitPlain):
+    """A sum divided by the number of values in the batch, as a constant."""
+
+    def loss(self, prediction, y):
+        return 0.03125 * (prediction - y).square().sum() + 0.1 * prediction.mean()
+
+
+class LitAuxiliary(LitPlain):
+    """A part of the loss that is handed on by an attribute."""
+
+    auxiliary: Tensor | None = None
+
+    def loss(self, prediction, y):
+        self.auxiliary = prediction.square().mean()
+        return super().loss(prediction, y) + self.auxiliary
+
+
 class LitDivided(LitPlain):
     def loss(self, prediction, y):
         return F.mse_loss(prediction, y, reduction="sum") / len(y)
@@ -194,6 +226,7 @@ M2 = {"num_microbatches": 2}
 CASES = {
     LitPlain: None,
     LitDivided: None,
+    LitAuxiliary: None,
     LitMeans: None,
     LitNormalized: "test_step_habits.py, line",
     LitHardest: "test_step_habits.py, line",
@@ -205,10 +238,13 @@ CASES = {
     LitTeacher: "training_step writes self.teacher.weight, but",
     LitSum: "the loss is a sum",
     LitSummed: "the loss is a sum",
+    LitConstant: "the loss is a sum",
+    LitConstantFactor: "the loss is a sum",
     LitMasked: "the loss is divided by a number that differs between microbatches",
     LitMaskedMean: "the loss is divided by a number that differs between microbatches",
     LitWeighted: "the loss is a mean over labels with a total weight of",
     LitIgnoring: "the loss is divided by a number that differs between microbatches",
+    LitIgnoringOther: "the loss is divided by a number that differs between microbatches",
     LitContrastive: "the loss compares samples within their microbatch",
     LitTwoViews: "the loss compares samples within their microbatch",
 }
@@ -244,9 +280,16 @@ def test_replica_dependent_step_warns_once(kind, layout, pool):
     assert [text.startswith(starts) for text in told] == [True] * (expected is not None), told
 
 
-def test_weight_of_labels_warns_with_replicas(pool):
-    (text,), others = pool.run(fit, world_size=2, args=(LitWeighted, {}, 2))
-    assert text.startswith("the loss is a mean over labels with a total weight of")
+@pytest.mark.parametrize(
+    ("kind", "start"),
+    [
+        (LitWeighted, "the loss is a mean over labels with a total weight of"),
+        (LitIgnoringOther, "samples have different numbers of labels other than -1,"),
+    ],
+)
+def test_weight_of_labels_warns_with_replicas(kind, start, pool):
+    (text,), others = pool.run(fit, world_size=2, args=(kind, {}, 2))
+    assert text.startswith(start)
     assert others == []
 
 
@@ -353,3 +396,11 @@ def fit_masks(rank):
 
 def test_masks_of_a_batch_are_inspected_with_cross_entropy(pool):
     pool.run(fit_masks, world_size=1)
+
+
+@pytest.mark.parametrize(("ignored", "expected"), [(-1, 2.0), (-100, None)])
+def test_labels_ignored_by_another_number_are_compared_by_their_means(ignored, expected):
+    """Labels -100 are compared before the step."""
+    labels = torch.tensor([1, ignored, 2])
+    loss = F.cross_entropy(torch.randn(3, 4, requires_grad=True), labels, ignore_index=ignored)
+    assert divisor_of(loss, {"labels": labels}) == expected

@@ -101,6 +101,8 @@ def test_unconvertible_source_or_target_is_refused(checkpoint, tmp_path):
         convert(checkpoint, tmp_path / "out", to="checkpoint")
     with pytest.raises(CheckpointError, match="first convert to a checkpoint"):
         convert(tmp_path / "nested.pt", tmp_path / "out", to="huggingface")
+    with pytest.raises(CheckpointError, match=r"out.safetensors is a state_dict: there is nothing"):
+        convert(tmp_path / "nested.pt", tmp_path / "out.safetensors")
     assert not (tmp_path / "out").exists()
 
 

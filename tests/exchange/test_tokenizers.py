@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from lightning_ptdp.base.data_record import WORKING_FOLDER
 from lightning_ptdp.checkpoint import CheckpointError
 from lightning_ptdp.data import Tokenizer
 from lightning_ptdp.data.huggingface_tokenizer import HuggingFaceTokenizer
 from lightning_ptdp.data.pairs import SPECIAL_PIECES
-from lightning_ptdp.exchange.tokenizers import tokenizer_files, tokenizer_of
+from lightning_ptdp.exchange.tokenizers import tokenizer_files, tokenizer_folder, tokenizer_of
 from lightning_ptdp.models.tiny import make_tiny
 
 TEXTS = [
@@ -68,11 +69,27 @@ def test_bert_tokenizer_builds_texts_and_pairs_as_in_training(tmp_path):
 
 
 def test_missing_data_gives_no_tokenizer(tmp_path):
-    assert (
-        tokenizer_of({})
-        == tokenizer_of({"datamodule_hyper_parameters": {"data_dir": str(tmp_path / "gone")}})
-        == {}
-    )
+    assert tokenizer_of({}) == {}
+    with pytest.warns(UserWarning, match="has no tokenizer, because the folder .*gone, does not"):
+        assert (
+            tokenizer_of({"datamodule_hyper_parameters": {"data_dir": str(tmp_path / "gone")}})
+            == {}
+        )
+
+
+def test_relative_folder_is_that_of_the_training(tmp_path, monkeypatch):
+    """Another folder of the same name, where the command runs, has another tokenizer."""
+    trained, here = tmp_path / "trained", tmp_path / "here"
+    for folder in (trained, here):
+        (folder / "tokens").mkdir(parents=True)
+    monkeypatch.chdir(here)
+    state = {
+        "datamodule_hyper_parameters": {"data_dir": "tokens"},
+        "TextDataModule": {WORKING_FOLDER: str(trained)},
+    }
+    assert tokenizer_folder(state) == str(trained / "tokens")
+    state["TextDataModule"] = {WORKING_FOLDER: str(tmp_path / "another machine")}
+    assert tokenizer_folder(state) == "tokens"
 
 
 def test_tokenizer_of_data_replaces_tokenizer_of_model(tmp_path):

@@ -1,6 +1,7 @@
 """Tests of cutting a model's forward: the stages match the whole model, or the cut is refused."""
 
 import copy
+from types import MethodType
 
 import pytest
 import torch
@@ -60,6 +61,14 @@ def run_cut(whole, ids, parts):
 def test_three_stages_match_whole_model(tuples):
     torch.manual_seed(0)
     whole, ids = Net(tuples=tuples), torch.randint(0, 11, (2, 5))
+    assert torch.equal(run_cut(whole, ids, find_parts(whole)), whole(ids))
+
+
+def test_forward_of_an_object_runs_on_its_stage_only():
+    torch.manual_seed(0)
+    whole, ids = Net(), torch.randint(0, 11, (2, 5))
+    for layer in whole.layers:
+        layer.forward = MethodType(lambda self, x: 2 * nn.Linear.forward(self, x), layer)
     assert torch.equal(run_cut(whole, ids, find_parts(whole)), whole(ids))
 
 
