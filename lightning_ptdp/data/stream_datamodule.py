@@ -5,6 +5,7 @@ The base gives each replica its samples, and resumes training exactly in the mid
 
 from __future__ import annotations
 
+import contextlib
 import os
 from abc import abstractmethod
 from collections.abc import Callable
@@ -168,8 +169,11 @@ class StreamDataModule(DescribedData, LightningDataModule):
 
         It includes the working directory, to which the paths in the hyperparameters are relative.
         """
-        state = self._train.state_dict() if self._train is not None else self._saved
-        return {**state, WORKING_FOLDER: os.getcwd()} if state else {}
+        state = dict(self._saved) if self._train is None else self._train.state_dict()
+        if state:
+            with contextlib.suppress(OSError):  # the directory was removed
+                state[WORKING_FOLDER] = os.getcwd()
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from the position of a checkpoint.

@@ -192,8 +192,8 @@ class Gradients:
         for parameter in self._changed():
             raise ValueError(
                 f"requires_grad of '{self._parameters[parameter].name}' has become "
-                f"{parameter.requires_grad} in training_step, where the schedule already counts on "
-                "the old value. Change it in on_train_batch_start"
+                f"{parameter.requires_grad} in training_step, which runs for each microbatch after "
+                "the batch has begun. Change it in on_train_batch_start"
             )
         if self.reduces:
             store.finish(scale)

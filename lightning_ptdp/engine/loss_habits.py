@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -77,18 +77,24 @@ def divided_sums(loss: Tensor) -> list[tuple[int, float]]:
 
 
 def warn_of_constants(sums: Sequence[list[tuple[int, float]]], *, samples: int, total: int) -> None:
-    """Warn of sums that are divided by a constant of the whole batch.
+    """Warn of sums that are divided by a number of samples or values of the whole batch.
 
     Args:
         sums: ``divided_sums`` of the microbatches.
         samples: Number of samples of each microbatch.
         total: Number of samples of the batch.
     """
-    if all(one == sums[0] for one in sums) and any(
-        number > most * (1 + _ROUNDING) or (number == total and number not in (most, samples))
-        for most, number in sums[0]
-    ):
-        _warn_of_sum("microbatch", "microbatches")
+    if any(one != sums[0] for one in sums):
+        return  # a number that the step counts
+    for size, divisor in sums[0]:
+        whole, part = (total, size * len(sums)), (samples, size)
+        if _is_near(divisor, whole) and not _is_near(divisor, part):
+            _warn_of_sum("microbatch", "microbatches")
+            return
+
+
+def _is_near(number: float, candidates: Iterable[int]) -> bool:
+    return any(math.isclose(number, one, rel_tol=_ROUNDING) for one in candidates)
 
 
 def warn_of_slices(loss: Tensor, *, samples: int, tokens: int) -> None:
@@ -228,9 +234,10 @@ def warn_of_divisors(divisors: Sequence[Tensor | None]) -> None:
     ):
         warnings.warn(
             "the loss is divided by a number that differs between microbatches, such as the sum of "
-            f"a mask, of class weights, or of labels that are not ignored ({min(values):g} to {max(values):g}), but all microbatches "
-            "have the same weight. Return a dictionary with the mean as 'loss' and this number as "
-            f"'num_tokens' ({PAGE})",
+            "a mask, of class weights, or of labels that are not ignored "
+            f"({min(values):g} to {max(values):g}), but all microbatches have the same weight. "
+            "Return a dictionary with the mean as 'loss' and this number as 'num_tokens' "
+            f"({PAGE})",
             stacklevel=2,
         )
 

@@ -196,6 +196,14 @@ class LitConstantFactor(LitPlain):
         return 0.03125 * (prediction - y).square().sum() + 0.1 * prediction.mean()
 
 
+class LitPenalty(LitPlain):
+    """Small sums that are not over samples."""
+
+    def loss(self, prediction, y):
+        penalty = self.net[0].weight.square().sum() + 0.1 * self.net[1].bias.abs().sum() / 3
+        return super().loss(prediction, y) + 1e-3 * penalty
+
+
 class LitAuxiliary(LitPlain):
     """A part of the loss that is handed on by an attribute."""
 
@@ -227,6 +235,7 @@ CASES = {
     LitPlain: None,
     LitDivided: None,
     LitAuxiliary: None,
+    LitPenalty: None,
     LitMeans: None,
     LitNormalized: "test_step_habits.py, line",
     LitHardest: "test_step_habits.py, line",
