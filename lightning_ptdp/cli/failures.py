@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import re
 import signal
 import sys
@@ -120,10 +121,15 @@ def terminate_on_sigterm() -> Iterator[None]:
     """Turn SIGTERM into ``Terminated`` while the block runs.
 
     The exception unwinds the stack like Ctrl-C, so that loggers are closed and child processes are
-    ended.
+    ended. A forked process, which has nothing to clean up before it has a handler of its own, ends
+    at once.
     """
+    owner = os.getpid()
 
     def terminate(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != owner:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGTERM)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second SIGTERM must not break the cleanup
         raise Terminated
 

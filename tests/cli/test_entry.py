@@ -5,6 +5,7 @@ import inspect
 import os
 import pkgutil
 import re
+import signal
 import subprocess
 import sys
 from importlib import import_module
@@ -20,7 +21,12 @@ from lightning_ptdp import PTDPError
 from lightning_ptdp.base.option_types import nearest
 from lightning_ptdp.cli import config_files, recipe_folder
 from lightning_ptdp.cli.config_errors import readable
-from lightning_ptdp.cli.failures import UserError, explain, worker_failure
+from lightning_ptdp.cli.failures import (
+    UserError,
+    explain,
+    terminate_on_sigterm,
+    worker_failure,
+)
 from lightning_ptdp.cli.inheritance import resolve_config, resolve_configs
 from lightning_ptdp.cli.short_help import options_in_source
 from lightning_ptdp.config import PTDPConfig
@@ -344,3 +350,16 @@ def test_bert_recipe_is_resolved(ptdp):
         0,
     )
     assert resolved["sample"] is None
+
+
+def test_forked_process_ends_at_once_by_sigterm():
+    """A rank that is forked has the handler of the command line until it sets its own."""
+    with terminate_on_sigterm():
+        child = os.fork()
+        if child == 0:
+            try:
+                signal.raise_signal(signal.SIGTERM)
+            finally:
+                os._exit(1)
+        _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGTERM
