@@ -103,7 +103,7 @@ def _verify(options: argparse.Namespace) -> int:
             metadata = (verify_file if located(path).is_file() else verify_checkpoint)(path)
         except CheckpointError as error:
             failed.append(error)
-            print(f"{path}: damaged", flush=True)
+            print(f"{path}: damaged or not a checkpoint", flush=True)
         else:
             print(
                 f"{path}: undamaged, {decimal(sum(entry.size for entry in metadata.files.values()))}",
