@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import repeat
 from types import MappingProxyType
 from typing import Any
 
@@ -89,18 +90,15 @@ class PartialValues(TorchFunctionMode):
         if self.line is not None:
             self._check_call(getattr(func, "__name__", ""), parts, args, kwargs)
         result = func(*args, **kwargs)
-        if parts and getattr(func, "__name__", "").startswith("_foreach_"):
-            lists = [one for one in args if isinstance(one, list | tuple)]
-            for tensor, *given in zip(result or (), *lists, strict=True):
-                self._follow_all(func, [one for one in given if one in self._names], tensor)
-        else:
-            self._follow_all(func, parts, result)
+        tensors = iterate_tensors(result) if parts else ()
+        sources: Iterable[Sequence[Tensor]] = repeat(parts)
+        if getattr(func, "__name__", "").startswith("_foreach_"):  # each from its own tensors
+            sources = zip(*(one for one in args if isinstance(one, list | tuple)), strict=True)
+        for tensor, given in zip(tensors, sources, strict=False):
+            own = [one for one in given if one in self._names]
+            if own and tensor not in self._names:
+                self._follow(func, own, tensor)
         return result
-
-    def _follow_all(self, func: Callable[..., Any], parts: list[Tensor], result: Any) -> None:
-        for tensor in iterate_tensors(result) if parts else ():
-            if tensor not in self._names:
-                self._follow(func, parts, tensor)
 
     def _check_call(
         self, name: str, parts: list[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
