@@ -4,8 +4,8 @@ Two layouts hold different parameters in a different order, so that index 3 of o
 the other. An edited model may differ in the same way. Therefore ``exp_avg`` of the first optimizer
 is stored as ``optimizer/0/exp_avg/<parameter>``, sharded like the parameter. A Python number, such
 as an int step count, is stored as ``optimizer/0/step:number/<parameter>``, so that it is read back
-as a number. A state of another shape, such as Adafactor's means over rows, is stored whole; its
-parameter must then be whole on a rank, in every layout.
+as a number. A state of another shape, such as Adafactor's means over rows, is stored whole;
+this requires that no layout divides its parameter among optimizers.
 
 LBFGS keeps one history of all parameters together, flattened in the optimizer's order. It is stored
 unchanged, for ranks that hold all parameters.
@@ -418,8 +418,8 @@ def _equal(left: object, right: object) -> bool:
 def _unsupported(optimizer: Optimizer, key: object, name: str, problem: str) -> str:
     return (
         f"{type(optimizer).__name__} cannot be checkpointed: its state {key!r} of {name!r} "
-        f"{problem}. A state must be a number, or a tensor without dimensions or of the "
-        "parameter's shape; the optimizer of a parameter that it has whole may keep any tensor"
+        f"{problem}. A state must be a number, a tensor without dimensions, or a tensor of the "
+        "parameter's shape. If ranks do not divide the parameter, it may be any tensor"
     )
 
 

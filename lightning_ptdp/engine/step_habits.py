@@ -128,7 +128,7 @@ class FirstBatchInspection:
             ):
                 yield f"self.{name}"
         for change in state.changes():
-            # What belongs to the loss is used by the same run.
+            # A tensor with a graph is a part of this run's loss. No later run reads it.
             tensors = iterate_tensors(change.value)
             if (
                 change.how == "set"

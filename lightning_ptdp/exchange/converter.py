@@ -155,8 +155,8 @@ def convert(  # noqa: PLR0913
             destination has the suffix of one, else a Hugging Face folder. Default for a ``.ckpt``
             file: a state dict if the destination has the suffix of one; else a Hugging Face folder
             if training under this strategy has written the file and the destination does not end
-            with ``.ckpt``; else a checkpoint. Default for every other source: a checkpoint, which
-            the destination's suffix must not contradict.
+            with ``.ckpt``; else a checkpoint. Default for every other source: a checkpoint; a
+            destination with the suffix of a state dict is refused.
         names: Names of the tensors read from a Hugging Face folder: "ptdp" for the native model,
             "hf" for a LightningModule that wraps a Hugging Face model.
         prefix: Attribute of the model in the LightningModule, with a dot. Default: "model." when
