@@ -38,8 +38,8 @@ Verification = Literal["first_step"]
 _MOST = {"bucket_mb": 2.0**20, "timeout_s": 1e9, "channel_ctas": 32}
 """Largest values of options.
 
-They are a TiB; thirty years, which clocks and sockets still accept; and the maximum that every NCCL
-accepts."""
+``bucket_mb`` is limited to one TiB, ``timeout_s`` to about thirty years, which clocks and sockets
+still accept, and ``channel_ctas`` to the maximum that every NCCL version accepts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,13 +65,13 @@ class PTDPConfig(Degrees):
         context_parallel_attention: "ring" (keys and values are passed around the ranks; arXiv
             2310.01889) or "all_to_all" (ranks exchange slices of the sequence for heads; arXiv
             2309.14509).
-        context_parallel_positions: Refuse a model that does not accept its tokens' positions in the
-            whole sequence; False for a model that needs none.
+        context_parallel_positions: Raise an error if the model does not accept the positions of its
+            tokens in the full sequence. Use False for a model that needs no positions.
         sequence_dims: Under context parallelism, the time dimension of the batch's tensors with
             these keys (None: no time dimension), if it is not dimension 1.
         tensor_overlap: Under sequence parallelism, the number of pieces of the sequence in which
-            linear layers gather their input, or sum their output, in parallel to their products
-            with the other pieces; 1: before, or after, one product. "symmetric": by torch's
+            linear layers gather their input, or sum their output, while they multiply the other
+            pieces. 1: gather before, or sum after, a single product. "symmetric": use torch's
             symmetric memory, if a tensor group's GPUs are connected by NVLink.
         num_microbatches: m, microbatches in a step of one replica. Default: 4p with a pipeline,
             else 1.
@@ -116,12 +116,13 @@ class PTDPConfig(Degrees):
             (``lightning_ptdp.keyed_dropout``).
         bucket_mb: Size of a gradient bucket in MiB. Default: 25, or with many replicas 4 for each
             of them.
-        shard: What the replicas share instead of each keeping all of it: "none", "optimizer" (each
-            keeps the optimizer states of its part of the parameters, updates that part, and gathers
+        shard: State that is sharded over the replicas: "none", "optimizer" (each replica keeps the
+            optimizer states of its part of the parameters, updates that part, and gathers
             the rest; ZeRO-1, arXiv 1910.02054), "gradients" (each also keeps only its part of the
             gradients, which are summed after every microbatch; ZeRO-2), or "parameters" (each also
-            keeps only its part of the parameters; every block's are gathered before its forward and
-            its backward; ZeRO-3). The optimizer must work element by element.
+            keeps only its part of the parameters; those of a block are gathered before its forward
+            and before its backward; ZeRO-3). A parameter that the optimizer needs whole (Muon)
+            belongs to one replica.
         reshard_after: With shard="parameters", what is gathered and freed together: a "block" (twice
             per microbatch), or a "chunk" when the schedule uses it (two at a time) or once a "step".
             Default: "block", or "chunk" under a pipeline.
@@ -129,10 +130,10 @@ class PTDPConfig(Degrees):
             ("bf16-true", "16-true").
         offload_optimizer: Keep the optimizer's states, and the copies of the parameters on which it
             then steps, in the memory of the host, and step on the CPU (ZeRO-Offload, arXiv
-            2101.06840), beside the next forward if nothing else reads parameters between the steps.
+            2101.06840), during the next forward if nothing else reads parameters between the steps.
             On a GPU only weights, gradients and activations are left.
-        gradient_dtype: Type in which the gradients of such parameters are accumulated: "float32" or
-            the "parameter" dtype.
+        gradient_dtype: Type in which the gradients of parameters in half precision are accumulated:
+            "float32" or the "parameter" dtype.
         reduce_dtype: Type in which gradients are summed over the replicas: "float32", "bfloat16" or
             "float16". Default: as accumulated.
         data_parallel_replicas: Number of nodes (or other groups with fast links) over which the
@@ -144,8 +145,8 @@ class PTDPConfig(Degrees):
             before the first batch of each optimizer step and before validation, as DDP does. With
             False each replica keeps its own. Checkpoints hold rank 0's. A stage's buffers are
             broadcast among the ranks that hold the stage.
-        overlap_parameter_gather: Let the parameters of a sharded or offloaded optimizer arrive while
-            the next step's forward runs. What reads one before waits for it.
+        overlap_parameter_gather: Gather the parameters of a sharded or offloaded optimizer during
+            the next forward. Code that reads a parameter earlier waits for it.
         check_finite: Reaction to a step whose loss or gradient is NaN or infinite: "raise"
             NonFiniteError with the first parameter, rank and microbatch, "skip" the update with a
             warning that names the same, or None: no check. Under float16 the loss scale skips the
@@ -158,9 +159,10 @@ class PTDPConfig(Degrees):
             complete one before it in its folder, with a warning) or "refuse".
         async_save: Let training wait only until a checkpoint's tensors are copied to host memory;
             they are written in the background.
-        snapshot_every_n_steps: Save to the memory of every node (``/dev/shm``) after so many optimizer
-            steps, beside the next step. ``newest_checkpoint(folder)`` and ``--resume auto`` continue
-            from there; a normal end removes it. Every node must hold the whole training state.
+        snapshot_every_n_steps: Save to the memory of every node (``/dev/shm``) after every so many
+            optimizer steps, during the next step. ``newest_checkpoint(folder)`` and ``--resume
+            auto`` find the snapshot. Training that ends normally removes it. Every node must hold
+            the whole training state.
         checkpoint_format: "folder" (every rank writes its part), "file" (rank 0 writes Lightning's
             single file), or "auto": a file if every rank holds the whole model and optimizer, saves
             wait, no callback has ``needs_checkpoint_folders = True`` (ExportHuggingFace,
@@ -289,7 +291,7 @@ class PTDPConfig(Degrees):
         return self.shard in ("gradients", "parameters")
 
     def shared(self, layout: ParallelLayout) -> Sharding:
-        """Return what the ranks that sum gradients share; "none" if there is one such rank."""
+        """Return what is sharded over the ranks that sum gradients; "none" for a single rank."""
         return self.shard if layout.size("replica_sum") > 1 else "none"
 
     @property
@@ -332,16 +334,20 @@ class PTDPConfig(Degrees):
 
     @property
     def whole_chunks(self) -> int | None:
-        """Return how many chunks of a rank a schedule's gathers keep whole; None: it has none."""
+        """Return the number of gathered chunks that a rank holds at a time.
+
+        The result is None if the schedule does not gather parameters.
+        """
         if self.shard != "parameters" or self.reshards_after == "block":
             return None
         return self.virtual_pipeline_size if self.reshards_after == "step" else 2
 
     @property
     def sums_runs(self) -> bool:
-        """Return True if a chunk's gradients are whole while its microbatches follow each other.
+        """Return True if a chunk stays gathered while consecutive microbatches run on it.
 
-        Its parameters are then whole, too. A single chunk of a rank would be whole for the step.
+        Its parameters and gradients then stay unsharded, and its gradients are reduced once for
+        these microbatches. With a single chunk per rank, this would last for the whole step.
         """
         return self.whole_chunks is not None and self.virtual_pipeline_size > 1
 

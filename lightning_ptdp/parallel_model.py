@@ -106,7 +106,7 @@ class ParallelModel:
     def replicated(self) -> dict[str, nn.Parameter]:
         """Return the trained parameters that all tensor ranks hold alike, by name.
 
-        There are none without tensor ranks, and if replicas share the parameters.
+        There are none without tensor parallelism, or if the parameters are sharded over replicas.
         """
         divided = {p: managed.placement.sharded for p, managed in self.parameters.items()}
         if self.shards is not None or not any("tensor" in axes for axes in divided.values()):

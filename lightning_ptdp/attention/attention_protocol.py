@@ -143,12 +143,12 @@ class DistributedAttention(ABC):
     @classmethod
     @abstractmethod
     def operations(cls, size: int) -> int:
-        """Return the number of operations that a forward launches beside the attention itself."""
+        """Return the number of operations that a forward launches besides the attention itself."""
 
     @classmethod
     @abstractmethod
     def seconds(cls, traffic: AttentionTraffic) -> tuple[float, float]:
-        """Return the estimated seconds that a forward and a backward take beside the attention."""
+        """Return the estimated seconds of a forward and a backward besides the attention itself."""
 
 
 # ---- Exception of context parallelism ------------------------------------------------------------
@@ -198,7 +198,7 @@ def document_mask(documents: Tensor, queries: Tensor) -> Tensor:
     return (past & (documents[:, queries, None] == documents[:, None, :]))[:, None]
 
 
-# ---- Attention by torch's own kernels, and attention whose dropped weights are chosen by the caller
+# ---- Attention by torch's own kernels, and attention with dropout that the caller determines -----
 
 
 def plain_attention(call: AttentionCall) -> Tensor:

@@ -11,8 +11,8 @@ take it as an argument, but only under private names. These names are used in th
     all else                       ``_plain``, which is correct everywhere: dropout, float64,
                                    unusual head sizes, other devices
 
-cuDNN's kernel, which torch prefers on Hopper for whole sequences, is not used for blocks: nothing
-says that its backward accepts the log-sum-exp of a row that continues in other blocks.
+cuDNN's kernel, which torch prefers on Hopper for whole sequences, is not used for blocks: it is not
+documented that its backward accepts the log-sum-exp of a row that continues in other blocks.
 
 Blockwise attention relies on this property: given the output and the log-sum-exp of the *full* row,
 a backward computes exactly this block's share of the gradients (arXiv 2310.01889, section 3; arXiv

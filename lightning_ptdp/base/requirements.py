@@ -124,7 +124,7 @@ def check_installed(*names: str) -> None:
 
 
 def versions_that_matter() -> dict[str, str]:
-    """Return the versions that must be equal in all processes of a training.
+    """Return the versions that must be equal in all processes of a run.
 
     Local parts, such as "+cu130", are left out.
     """

@@ -1,4 +1,4 @@
-"""Time limits: code is interrupted, a thread with it is abandoned, or a file lock is given up."""
+"""Time limits for blocks of code, for calls in a thread, and for waiting on a file lock."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def in_thread(call: Callable[[], T], *, name: str = "ptdp call") -> Future[T]:
-    """Start a call in a daemon thread, and return its future, for which nothing has to wait.
+    """Start a call in a daemon thread, and return its future, which need not be awaited.
 
-    While Python is exiting, it starts no threads. The call then runs in the caller's.
+    While Python is exiting, it starts no threads. The call then runs in the caller's thread.
     """
     outcome: Future[T] = Future()
 

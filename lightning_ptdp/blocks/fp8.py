@@ -1,15 +1,15 @@
 """Linear layers of the repeated blocks with products in float8, by torchao's recipes.
 
-Activations, weights and gradients keep their types. Each of a layer's three products rounds its two
-operands to 8 bits just before. The scale maps the largest magnitude of the operand ("tensorwise"),
+Activations, weights and gradients keep their types. Each of a layer's three products first rounds
+its two operands to 8 bits. The scale maps the largest magnitude of the operand ("tensorwise"),
 or of each of its rows ("rowwise"), to the largest number in float8.
 
 Under tensor parallelism a rank scales its own operands; for a shard it uses the maximum of the
 shard. Transformer Engine under Megatron does the same. (torchtitan takes the maximum over the
-group, with a collective before every product.) A smaller operand never has a larger scale. Results
-are therefore as exact as in one process, but rounded differently. Whole operands are scaled as in
-one process: the input of a column layer and the gradient of a row layer, which are gathered in full
-precision under sequence parallelism."""
+group, with a collective before every product.) The maximum of a shard is never larger than that of
+the whole operand. Results are therefore no less exact than in one process, but rounded
+differently. Operands that are not sharded are scaled as in one process: the input of a column layer
+and the gradient of a row layer, which are gathered in full precision under sequence parallelism."""
 
 from __future__ import annotations
 

@@ -9,11 +9,11 @@ flight::
     kept for the backward of a block       none           selective                  full
                                            everything     all but the core's inside  the input (1/t of it: ``shard_input``)
 
-``offload`` recomputes nothing: a block's saved tensors stay in host memory until then
+``offload`` recomputes nothing: a block's saved tensors stay in host memory until its backward
 (``offload.py``).
 
-Another forward is put in the place of a module's own (``own_forward.py``). The module's own hooks
-run once. Hooks of modules inside of it run in the recomputation too. Random numbers are replayed,
+The forward of the module is replaced (``own_forward.py``). The module's own hooks run once. Hooks
+of modules inside it run in the recomputation too. Random numbers are replayed,
 so that dropout drops the same elements. Two things do not work when a forward runs twice: state
 that the forward changes (running statistics; a Hugging Face model's cache, so build it with
 ``use_cache=False``), and control flow that depends on such state."""

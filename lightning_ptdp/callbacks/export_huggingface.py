@@ -32,8 +32,8 @@ class ExportHuggingFace(pl.Callback):
     own part.
 
     Needs the "ptdp" strategy, and a module that wraps a Hugging Face model or is a model of this
-    package. The weights are those of a checkpoint; LoRA adapters are merged into the weights beside
-    which they are trained. The folder also contains ``config.json``, ``generation_config.json``,
+    package. The weights are those of a checkpoint; LoRA adapters are merged into the weights that
+    they adapt. The folder also contains ``config.json``, ``generation_config.json``,
     and the tokenizer and chat template of the data, or of the folder from which the model's
     configuration was read. A model that cannot be exported is an error before the first step.
 

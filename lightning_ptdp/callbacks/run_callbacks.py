@@ -147,7 +147,7 @@ class RunRecord:
         run_id: MLflow run.
         url: Address of the run in a browser.
         goodput: Share of the time in steps that counted; None without the callback.
-        slowest: Description of the slowest rank; "" if all ranks waited alike.
+        slowest: Description of the slowest rank; "" if all ranks waited about equally long.
         finished: Whether training ended well.
     """
 

@@ -29,7 +29,7 @@ class StageSummary:
         rank: Pipeline rank that holds it.
         first_layer: Index of its first layer.
         last_layer_exclusive: One past the index of its last layer.
-        extra: Modules that it holds beside the layers, such as ``"embedding"`` or ``"norm, head"``.
+        extra: Modules that it holds besides layers, such as ``"embedding"`` or ``"norm, head"``.
     """
 
     stage: int
@@ -113,8 +113,8 @@ class _Held(NamedTuple):
     Attributes:
         local: Parameters that the rank holds.
         counted: Parameters that the rank counts for all ranks that hold them.
-        resting: Counted parameters that a token does not visit; NaN if its number of experts is not
-            known.
+        resting: Counted parameters of experts that a token does not visit. NaN if the number of
+            experts per token is not known.
     """
 
     local: int

@@ -35,7 +35,7 @@ class SaveOnSignal(pl.Callback):
     step, over a separate group and one step late, so that no rank waits. The second Ctrl-C ends the
     ranks immediately.
 
-    SLURM sends a signal before it takes a job away; Lightning's handler of it saves and requeues
+    SLURM sends a signal before it ends a job. Lightning's handler of this signal saves and requeues
     the job. This signal is deferred to the same point. If it arrives while ``ptdp`` is starting, it
     is handled after the first steps. Under the ptdp strategy its checkpoint is removed when the run
     has a newer one.
@@ -80,7 +80,7 @@ class SaveOnSignal(pl.Callback):
         self._left = {Path(trainer.ckpt_path).resolve()} if trainer.ckpt_path else set()
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
-        """Read the flags of the step before, and exchange the current ones."""
+        """Read the flags of the previous step, and exchange the current flags."""
         numbers = _signals(trainer)
         agreed = self._agreed()
         flags = torch.tensor([int(number in self._notes.received) for number in numbers])
@@ -115,7 +115,7 @@ class SaveOnSignal(pl.Callback):
     def on_exception(self, trainer: pl.Trainer, *_: object) -> None:
         """Restore the signal handlers.
 
-        The launcher is notified of a SIGTERM after which no step ended."""
+        If SIGTERM arrived and no step has ended since, the launcher is notified."""
         if signal.SIGTERM in self._notes.received and hasattr(trainer.strategy, "stop_requested"):
             trainer.strategy.run.stop_request.received = True
         self._close()

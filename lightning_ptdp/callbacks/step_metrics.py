@@ -210,7 +210,7 @@ def batch_shape(batch: object) -> tuple[int, int]:
     return tensor.size(0), tensor.size(1) if is_tokens else 0
 
 
-_SLOWER = 0.05  # of the time, by which a rank waits less than others if it is slower
+_SLOWER = 0.05  # fraction of the time; a rank that waits so much less than another one is slower
 
 
 class Goodput(Callback):

@@ -38,15 +38,15 @@ _TELL_S = 2.0
 class BackgroundSaver:
     """Saver of one checkpoint at a time, in its own thread and with its own process group.
 
-    All ranks must use it alike. The end of the process waits for the save, unless a signal that
-    Python does not see ends the process.
+    All ranks must make the same calls. At exit, the process waits for the save, unless a signal
+    that Python does not handle ends it.
 
     The memory of the copies is kept between saves (see ``HostCopies``). A rank copies only what it
     writes, so replicas divide the copies among themselves.
 
     Args:
         limit: Limit of every wait for another rank; a save must end within twice this time.
-        keeper: The training's knowledge of its folders; None: none yet.
+        keeper: Record of the run's checkpoint folders; None: a new record.
         group: gloo group of the ranks that write one checkpoint together, used by nothing else;
             None: a new group of all ranks.
     """

@@ -2,8 +2,9 @@
 
 The hash is CRC-32, as in the standard library. zlib-ng computes it at 7 GB/s on one core without the
 interpreter's lock, zlib at a quarter of that, and sha256 without special instructions is slower
-still. It detects every damage that is confined to 32 bits, and all but 2^-32 of any other. It does
-not protect against intent, and neither does anything else that is stored beside the data.
+still. It detects any damage that is confined to 32 bits, and misses a fraction of 2^-32 of all
+other damage. It does not protect against deliberate changes. Nothing that is stored beside the data
+does.
 
 The sums of ``rank0-0.safetensors`` are in ``rank0-0.crc``: the CRC-32 of each 16 KiB of the file,
 little-endian. The file's large tensors begin where a block begins, so that they are read without

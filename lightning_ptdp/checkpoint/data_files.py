@@ -84,7 +84,7 @@ def assign(
         rectangles: Rectangles of this rank.
         doing: Action for messages, such as "saving the checkpoint last.ckpt".
         group: Ranks that write.
-        known: Result of an earlier call, which holds if no rank has other rectangles now.
+        known: Result of an earlier call. It is reused if the rectangles of all ranks are unchanged.
 
     Raises:
         CheckpointError: On every rank: the ranks' rectangles are not the whole tensors.
@@ -180,7 +180,7 @@ def write_data_file(
 def _write(
     folder: Place, rank: int, rectangles: Sequence[LocalRectangle], num_files: int
 ) -> list[_Stored]:
-    folder.mkdir(parents=True, exist_ok=True)  # rank 0 looks whether it sees the same one
+    folder.mkdir(parents=True, exist_ok=True)  # rank 0 checks later that it sees the same folder
     if isinstance(folder, RemotePath):
         rectangles = [
             piece for rectangle in rectangles for piece in rectangle.pieces(_OBJECT_BYTES)

@@ -2,8 +2,8 @@
 
 ``latest`` is a link beside the checkpoints. It is moved atomically when a checkpoint is complete,
 and leads to a complete one at every instant, even while its checkpoint is being replaced or
-removed. The link is only a convenience. The authority is the set of folders with a whole
-``metadata.json``, and the times in these files.
+removed. The link is only a convenience. The folders with a whole ``metadata.json``, and the times
+in these files, decide which checkpoint is the newest.
 """
 
 from __future__ import annotations

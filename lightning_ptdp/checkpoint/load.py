@@ -126,7 +126,7 @@ def _check_distinct(stored_names: Mapping[str, str]) -> None:
 
 
 def _check(entries: Mapping[str, TensorEntry], tensors: Tensors, *, strict: bool) -> set[str]:
-    """Return the names that the checkpoint lacks, after a check that all other tensors fit."""
+    """Check that the tensors fit, and return the names that the checkpoint lacks."""
     missing = {name for name in tensors if name not in entries}
     if missing and strict:
         raise CheckpointError(f"{_shown(missing)} not in the checkpoint")

@@ -4,9 +4,9 @@ Models, corpora and single files at an address are fetched into ``~/.cache/light
 
     ~/.cache/lightning-ptdp/3f2a9c1d77e4a0b2/gpt2-hf/config.json
 
-One process of a node fetches a copy, and the others wait for it. The number is a hash of the
-address, and of the names, sizes and versions of its objects. A changed object is therefore fetched
-again. A copy appears under its name complete or not at all.
+One process per node fetches a copy, and the other processes wait for it. The folder's number is a
+hash of the address and of the names, sizes and versions of its objects. A changed object is
+therefore fetched again. A copy appears under its name complete or not at all.
 """
 
 from __future__ import annotations

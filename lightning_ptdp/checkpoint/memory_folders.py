@@ -1,6 +1,7 @@
-"""Checkpoints in the memory of a node, and the link from a training's folder to them.
+"""Checkpoints in the memory of a node, and the link from a run's folder to them.
 
-The folders of one training are in ``/dev/shm``, and a link beside its checkpoints leads to them::
+The snapshots of one run are in ``/dev/shm``, and a link beside the run's checkpoints leads to
+them::
 
     runs/checkpoints/
       last.ckpt/            a checkpoint on the disk
@@ -34,7 +35,7 @@ _SNAPSHOT = re.compile(r"step-(\d+)")
 
 
 class MemoryFolder:
-    """Folder of one training's snapshots on this node.
+    """Folder of one run's snapshots on this node.
 
     Args:
         link: Path of the link to it, in a folder that all nodes share.
@@ -46,7 +47,7 @@ class MemoryFolder:
 
     @classmethod
     def new(cls, folder: Path) -> MemoryFolder:
-        """Return a folder of a new name for a training that saves to ``folder``."""
+        """Return a folder with a new name for a run that saves to ``folder``."""
         return cls(Path(os.path.abspath(folder)) / LINK, _home() / uuid.uuid4().hex)
 
     @classmethod
@@ -99,7 +100,8 @@ class MemoryFolder:
             link = files.part_name(link)
             os.symlink(self.path, link)
         if (written := written_at(snapshot)) is not None:
-            # Before the link counts: the time is later than those on the disk, the clock may not be.
+            # Set the time before the link gets its name. ``written`` is later than the times of the
+            # checkpoints on the disk, but the current time may not be.
             os.utime(link, (written, written), follow_symlinks=False)
         if link != self.link:
             os.replace(link, self.link)

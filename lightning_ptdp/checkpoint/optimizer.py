@@ -37,8 +37,8 @@ History = dict[int, Any]
 """An optimizer's state that belongs to all parameters together, as in its ``state_dict``."""
 
 _NUMBER = ":number"
-# These options say how this machine computes the update, not what the update is. Loading a
-# checkpoint keeps those of the present optimizer.
+# These options select how this machine computes the update; they do not change the update. When a
+# checkpoint is loaded, the optimizer keeps its own values.
 _IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 

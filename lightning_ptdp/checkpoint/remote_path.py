@@ -3,8 +3,8 @@
 ``located`` turns a path or any address of fsspec (``s3://``, ``gs://``, ``hf://``, ``memory://``)
 into a place. Credentials come from fsspec's own configuration alone. An object is written by one
 request, so that it is complete or absent. Requests that fail are repeated, and every wait has a
-limit. A file system is looked up for every request: its event loop must not cross a fork, and its
-listings must not be older than the writes of other processes.
+limit. fsspec's file system object is looked up for every request, because its event loop must not
+survive a fork, and its cached listings must not be older than the writes of other processes.
 """
 
 from __future__ import annotations

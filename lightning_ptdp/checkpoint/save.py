@@ -75,7 +75,7 @@ def save_checkpoint(
         metadata: Facts about the run in JSON types, such as the layout. ``"aliases"``, if present,
             maps names of tied parameters to their stored names (both without ``model/``);
             :func:`read_full` returns both.
-        keeper: The training's knowledge of its folders; None: this is its only checkpoint.
+        keeper: Record of the run's checkpoint folders; None: the run writes only this checkpoint.
 
     Raises:
         CheckpointError: A rank failed. Raised on every rank. The content of ``path`` is unchanged,
@@ -238,8 +238,8 @@ def reshard_checkpoint(
 ) -> None:
     """Rewrite a checkpoint, tensor by tensor, in one process.
 
-    Any layout reads any checkpoint unchanged. Rewriting serves to move, publish or read a
-    checkpoint as a few large files. The source is verified while it is read.
+    Every layout can read every checkpoint without this. Rewrite a checkpoint to move, publish or
+    read it as a few large files. The source is verified while it is read.
 
     Args:
         source: The checkpoint folder.

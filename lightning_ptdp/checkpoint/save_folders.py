@@ -1,10 +1,10 @@
-"""Saves in a training's folders: the newest checkpoint, the current save, interrupted ones.
+"""Checkpoint folders of a run: the newest checkpoint, the current save, and interrupted saves.
 
-Checkpoints are ordered by ``created``. It is the clock's time, but always later than that of every
-checkpoint in the folder, or in the folder of the checkpoint that training continues from. A
-checkpoint that is written later therefore counts as newer even if the clock was set back or is that
-of another machine. The clock alone decides only between trainings in different folders of which
-none continues from the other.
+Checkpoints are ordered by ``created``. It is the time of the clock, but always later than the times
+of all checkpoints in the folder, and in the folder of the checkpoint that the run continues from. A
+checkpoint that is written later therefore counts as newer, even if the clock was set back or
+belongs to another machine. Only between runs in different folders, neither of which continues from
+the other, does the clock alone decide.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _NAMES = (METADATA_FILE, INDEX_FILE, STATE_FILE, README_FILE)
 
 
 class SaveFolders:
-    """Knowledge of a training's folders, used by rank 0 alone."""
+    """Record of a run's checkpoint folders and their newest times; used by rank 0 only."""
 
     def __init__(self) -> None:
         self._abandoned = Abandoned()
@@ -57,7 +57,7 @@ class SaveFolders:
         self._newest = 0.0
 
     def __reduce__(self) -> tuple[type[SaveFolders], tuple[()]]:
-        """Return a copy that knows nothing yet, because locks cannot be copied."""
+        """Return the recipe of an empty record, because locks cannot be copied."""
         return type(self), ()
 
     def go_on_from(self, checkpoint: Place) -> None:
@@ -96,8 +96,7 @@ class SaveFolders:
             ]
             writer = next(filter(None, map(writer_of, leftovers)), None)
             if writer is not None:
-                # Release in this turn, so that the next process does not see a claim that was given
-                # up.
+                # Release the claim before the turn ends, so that the next process does not see it.
                 claim.release()
         if writer is not None:
             raise CheckpointError(
@@ -185,7 +184,7 @@ def _looks_like_a_checkpoint(entry: Path) -> bool:
 # An earlier checkpoint at the address is whole until the new one is, and is removed after it.
 
 
-_ABANDONED_S = 86400  # more than any save takes, and than clocks differ
+_ABANDONED_S = 86400  # longer than any save, and than any difference between clocks
 
 
 def new_save_name() -> str:
@@ -220,7 +219,7 @@ class _RenamedSave:
         files.remove(self.part)
 
     def release(self) -> None:
-        """Give the claim up."""
+        """Release the claim."""
         self._claim.release()
 
 

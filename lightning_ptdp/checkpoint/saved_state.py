@@ -120,8 +120,8 @@ _STATE = record(
 
 # ---- Hyperparameters that are objects ------------------------------------------------------------
 #
-# They are left out of the plain state, which has their names, and stored as bytes. They are unpickled
-# only for a caller that trusts the checkpoint.
+# They are not part of the plain state, which contains only their names. They are stored as bytes,
+# and unpickled only for a caller that trusts the checkpoint.
 
 
 LEFT_OUT, _PICKLED = "lightning_ptdp_left_out", "lightning_ptdp_objects"

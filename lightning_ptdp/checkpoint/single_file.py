@@ -1,4 +1,4 @@
-"""Lightning's single file: written where one rank holds the whole model, or made from a folder.
+"""Lightning's single file: written if one rank holds the whole model, or made from a folder.
 
 The file is written like Lightning's own, and any layout can read it. Its optimizer states are keyed
 by position. The file also stores the names of the parameters, so that a layout that holds only a

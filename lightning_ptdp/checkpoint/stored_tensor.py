@@ -1,4 +1,4 @@
-"""Rectangles of stored tensors, read with little more than their bytes.
+"""Reading of rectangles of stored tensors, without the rest of the file.
 
 A file holds the values of a tensor row by row. Only the runs of bytes that the rectangle touches
 are read."""
@@ -57,7 +57,8 @@ def read_stored(
 ) -> None:
     """Fill rectangles of stored tensors, converted to the dtype of each rectangle.
 
-    Little more than their bytes is read, in the order of the files. No file is memory-mapped.
+    Only the bytes of the rectangles and small gaps are read, in the order of the files. No file is
+    memory-mapped.
 
     Args:
         wanted: The rectangles.

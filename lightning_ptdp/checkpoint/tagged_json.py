@@ -1,4 +1,4 @@
-"""Python values as JSON that keeps their types, with their tensors apart.
+"""Python values as JSON that keeps their types; tensors are stored separately.
 
 Text, finite numbers, None, lists, and dictionaries with text as keys are themselves. Any other value
 is an object with a single key, its tag::
@@ -103,8 +103,8 @@ def decode(
         text: The JSON.
         tensors: The tensors by number. Each is used at most once.
         types: "restore" the types; values of classes that are not imported become plain. "keep":
-            they become an ``UnreadValue``. "plain": all values become such as
-            ``torch.load(weights_only=True)`` restores from a file.
+            they become an ``UnreadValue``. "plain": all values become types that
+            ``torch.load(weights_only=True)`` can restore from a file.
         place: Function that moves a tensor to its device.
 
     Returns:
@@ -120,9 +120,9 @@ def decode(
 
 
 def portable(value: object, key: str = "state") -> Any:
-    """Return a copy of ``value`` that ``torch.load(weights_only=True)`` restores from a file.
+    """Return a copy of ``value`` that ``torch.load(weights_only=True)`` can restore from a file.
 
-    Tensors become plain ones on the CPU. Objects of classes registered with
+    Tensors become plain tensors on the CPU. Objects of classes registered with
     ``torch.serialization.add_safe_globals`` are kept.
 
     Raises:

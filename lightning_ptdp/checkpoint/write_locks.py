@@ -1,16 +1,16 @@
 """Locks that identify the process that writes a checkpoint.
 
-A killed save leaves its content under a temporary name. The age of this content does not show that
-its writer has ended, because a rank may wait for another one for half an hour. Therefore rank 0,
-without which no save is ever complete, keeps a file locked while it lives::
+A killed save leaves its content under a temporary name. The age of this content does not show
+whether its writer has ended, because a rank may wait half an hour for another one. Therefore rank
+0, which completes every save, keeps a file locked while it lives::
 
     last.ckpt.tmp-0123456789ab          what is being written
     last.ckpt.tmp-0123456789ab.lock     {"machine": …, "host": …, "pid": …}
 
 The kernel drops the lock at the end of the process, even after a crash. Between machines, a lock
 proves that the writer lives, but a missing lock proves nothing, because some shared file systems do
-not share locks. For these, the writer also touches the file every few seconds. It counts as gone if
-another process has seen the file unchanged for two minutes of that process's own clock.
+not share locks. For such file systems, the writer also touches the file every few seconds. The
+writer counts as gone if another process, by its own clock, sees the file unchanged for two minutes.
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ _OPTIONAL = ("sample",)
 
 _MOST_SEED = 2**32 - 1
 """Largest seed that NumPy accepts."""
+_ACCELERATORS = ("auto", "cpu", "gpu", "cuda")
 _UNKNOWN = re.compile(
     r"Group '(?P<group>[^']+)' does not accept option '(?P<option>[^']+)'"
     r"|Option '(?P<alone>[^']+)' is not accepted"
@@ -101,7 +102,7 @@ def readable(message: str, known: Iterable[str]) -> str:
 
 
 def check_values(config: Namespace, defaults: Namespace) -> None:
-    """Check the groups of keys and the seed, which jsonargparse and Lightning do not check.
+    """Check what jsonargparse and Lightning do not: groups of keys, the seed, the accelerator.
 
     Raises:
         UserError: A value is wrong. The message names the key, the value and what would work.
@@ -117,6 +118,9 @@ def check_values(config: Namespace, defaults: Namespace) -> None:
     seed = config.get("seed_everything")
     if isinstance(seed, int) and not isinstance(seed, bool) and not 0 <= seed <= _MOST_SEED:
         raise UserError(f"seed_everything={seed} must be between 0 and {_MOST_SEED}")
+    accelerator = config.get("trainer.accelerator")
+    if isinstance(accelerator, str) and accelerator not in _ACCELERATORS:
+        raise UserError(f"trainer.accelerator={accelerator} must be one of {_ACCELERATORS}")
 
 
 def _of_union(errors: str) -> str:

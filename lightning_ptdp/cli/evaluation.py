@@ -1,4 +1,4 @@
-"""Evaluation by lm-evaluation-harness of a model that the Trainer has brought into its layout.
+"""Evaluation by lm-evaluation-harness of a model that the Trainer has set up in its layout.
 
 The harness runs on rank 0, in a thread. It prepares all requests of a kind, and the ranks answer
 them together::

@@ -14,8 +14,8 @@ _NOT_FOR_US = ("matplotlib", "scipy", "torchvision", "transformers")
 def uncollected() -> Iterator[None]:
     """Disable garbage collection while the block imports modules.
 
-    The objects that imports create stay alive, and repeated searches through them take a fifth of
-    the import time.
+    The objects that imports create stay alive. Repeated collections that visit them would take a
+    fifth of the import time.
     """
     was_enabled = gc.isenabled()
     gc.disable()

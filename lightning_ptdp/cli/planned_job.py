@@ -82,7 +82,10 @@ def planned_job(options: argparse.Namespace, config: Mapping[str, Any]) -> Job:
 
 
 def _is_foreign(options: argparse.Namespace, config: Mapping[str, Any]) -> bool:
-    """Return True if a GPT does not describe the configured class: a user's, or one with images."""
+    """Return True if the configured class cannot be described as a GPT.
+
+    This holds for classes of the user and for models with images.
+    """
     path = str((config.get("model") or {}).get("class_path", ""))
     is_ours = path.startswith("lightning_ptdp.") and not path.endswith("LitImageTextToText")
     return "." in path and not is_ours and not _sizes(options).keys() - {"sequence_length"}

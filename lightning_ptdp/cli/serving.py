@@ -1,4 +1,4 @@
-"""Text generation by a model that the Trainer has brought into its layout."""
+"""Text generation by a model that the Trainer has set up in its layout."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class Chat(Callback):
 def serve(
     module: LightningModule, writer: Callback, options: ServingOptions, *, ckpt_path: str | None
 ) -> None:
-    """Bring ``module`` into its layout and run ``writer`` in it.
+    """Set up ``module`` in its layout, and run the callback ``writer``.
 
     Raises:
         ValueError: The layout or the checkpoint does not fit. The error is raised before a process

@@ -169,7 +169,7 @@ class ContextParallel(Surrounding):
         )
 
     def moved(self, before: Any, after: Any) -> None:
-        """Note the padding masks that hide nothing, while no device has to be read."""
+        """Record padding masks that hide nothing, while they can be read on the host."""
         here, there = (padding_masks(batch) for batch in (before, after))
         pairs = zip(here, there, strict=True) if len(here) == len(there) else ()
         self._full = {_identity(mask) for read, mask in pairs if not may_hide(read)}
@@ -225,10 +225,10 @@ class ContextParallel(Surrounding):
     def _known(
         self, batch: Any, seen: Collection[tuple[bool, int]], *, padded: bool
     ) -> WholeMask | None:
-        """Return the mask of all calls of a model that makes it of the batch's padding mask.
+        """Return the mask of all attention calls, if the model builds it from the padding mask.
 
-        None: its first forward has not run, or has shown calls of several kinds, or the batch has
-        other masks.
+        The result is None if the first forward has not run yet, if it had attention calls of
+        several kinds, or if the batch has other masks.
         """
         mask = _given(batch, "attention_mask")
         is_padding = isinstance(mask, Tensor) and mask.dim() == 2
@@ -241,9 +241,9 @@ class ContextParallel(Surrounding):
     def _documents(self, batch: Any) -> Tensor | None:
         """Return the document index of each token, (b, s) int64, or None.
 
-        It is needed if the model separates documents by positions that restart. A value is read
-        from the device until one batch was packed. Later ones are taken for packed, too, which
-        changes no result of a causal model.
+        It is needed if the model separates documents by positions that restart. Until the first
+        packed batch, one value per batch is read from the device. Later batches are assumed to be
+        packed too, which does not change the result of a causal model.
         """
         places = _given(batch)
         if (

@@ -5,11 +5,12 @@
   Hugging Face's models take them.
 - *Positions after the padding index.* RoBERTa and similar models number the tokens that are not
   padding from ``padding_idx + 1``. The count covers the full sequence.
-- *A mask of ones.* Without a mask, Hugging Face's models take a jump in the positions, as between a
-  rank's two chunks, for the border of two documents. A mask without padding prevents this.
-- *A mask that nobody reads*, from the second forward on, if the model would make its own mask of a
-  padding mask, as Hugging Face's models do. They read that on the host. The first forward shows
-  whether its attention is causal.
+- *A mask of ones.* Without a mask, Hugging Face's models interpret a jump in the positions, such as
+  the one between a rank's two chunks, as a boundary between two documents. A mask without padding
+  prevents this.
+- *A placeholder for the mask*, from the second forward on, if the model would build its own mask
+  from a padding mask. Hugging Face's models do this, and read the padding mask on the host. The
+  first forward shows whether the attention is causal.
 - *The mask of documents*, if the batch's own positions restart: (b, 1, s/c, s), with this rank's
   queries and all keys.
 - *Shifted labels.* Hugging Face's causal language models compare each token with the label of the

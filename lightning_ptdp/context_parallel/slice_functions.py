@@ -62,7 +62,7 @@ class SliceFunctions:
         attention: Attention that replaces the model's.
         group: The context group.
         length: s, tokens of the full sequence.
-        shifts: Error about tokens or labels that the step shifts, if it does.
+        shifts: Error about shifted tokens or labels, if the step has shifted any; else None.
         samples: Number of samples of the batch.
         draws_alike: Returns True while all ranks of the group draw from one stream of random
             numbers.

@@ -189,9 +189,9 @@ class ChatStream(SampleStream):
 def pack(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
     """Group samples into few groups of at most ``capacity`` tokens.
 
-    Each sample, the longest first, joins the group with the least sufficient room. Samples keep
-    their order within a group, and groups are ordered by their first samples. A sample takes
-    microseconds: the bits of one integer show which amounts of room exist.
+    Each sample, the longest first, joins the group with the least room that is sufficient. Samples
+    keep their order within a group, and groups are ordered by their first samples. The search takes
+    microseconds per sample, because the bits of one integer show which amounts of room exist.
 
     Args:
         sizes: Tokens of every sample, 1 to ``capacity``.

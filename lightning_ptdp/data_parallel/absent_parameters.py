@@ -100,10 +100,10 @@ def set_access(parameter: nn.Parameter, access: Access) -> None:
 
 
 def hide(parameter: nn.Parameter, nothing: Tensor | None = None) -> None:
-    """Take the values off ``parameter``, which keeps its shape and gradient.
+    """Remove the values of ``parameter``, which keeps its shape and gradient.
 
-    ``nothing`` is one element of its dtype on its device, which takes their place. None: the values
-    arrive where the earlier ones are.
+    ``nothing`` is a one-element tensor of the same dtype and device, which replaces the values.
+    None: the memory is kept, and the new values are written to it.
     """
     vars(parameter).setdefault("_ptdp_class", type(parameter))
     if nothing is not None:

@@ -17,7 +17,7 @@ from lightning_ptdp.parameters.placement import Placement
 
 # ---- States of the gradients of a bucket ---------------------------------------------------------
 #
-# Their life is a circle, and every step is asserted::
+# The states form a cycle, and every transition is asserted::
 #
 #     EMPTY --begin--> ACCUMULATING --the last backward--> REDUCING --finish--> REDUCED --> EMPTY
 #                       |        ^
@@ -34,7 +34,7 @@ class GradientState(Enum):
     """State of the gradients that are reduced together."""
 
     EMPTY = auto()
-    """No gradient counts: before the first batch of a step."""
+    """The buffer has no valid gradients: before the first batch of a step."""
     ACCUMULATING = auto()
     """Backwards add to the gradients."""
     REDUCING = auto()
@@ -85,7 +85,7 @@ class Bucket:
         views: Each parameter's part of the buffer, in its shape; none if gradients are sharded.
         unsummed: (n,) gradients of this rank that have not been summed, if gradients are sharded.
             None: there are none.
-        state: What happens to the gradients.
+        state: State of the gradients.
         flat: Storage of the parameters, if they are sharded; else the sharded optimizer makes one.
         pending: Number of gradients that the last backward has not completed; None: another
             backward follows, or the reduction has started.
@@ -158,7 +158,7 @@ class Bucket:
     def _add(self, gradients: Tensor) -> None:
         """Add this rank's part of summed gradients to the buffer."""
         self.buffer.add_(self.reduction.mine(gradients))
-        if gradients.is_cuda:  # allocated on another stream, and free when this one has read it
+        if gradients.is_cuda:  # allocated on another stream; keep it until this one has read it
             gradients.record_stream(torch.cuda.current_stream(gradients.device))
 
     def mine(self) -> Tensor:

@@ -97,9 +97,9 @@ class GradientBuckets:
         return any(reduction.scatter for reduction in self.reductions.values())
 
     def begin(self, *, keep: bool) -> None:
-        """Begin a batch; with ``keep`` it adds to the gradients that the parameters show.
+        """Begin a batch; with ``keep`` it adds to the gradients in ``.grad``.
 
-        If a parameter's gradient was removed, it restarts at zero.
+        A gradient whose ``.grad`` was set to None restarts at zero.
         """
         if not keep:
             self._weighed = []
@@ -129,7 +129,7 @@ class GradientBuckets:
                 managed.parameter.grad = view
 
     def hide(self) -> None:
-        """Take the gradients off the parameters; the buffers keep them."""
+        """Set ``.grad`` to None; the buffers keep the gradients."""
         for managed in self.parameters:
             managed.parameter.grad = None
 

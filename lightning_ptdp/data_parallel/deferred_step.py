@@ -1,9 +1,9 @@
-"""Optimizer steps in the host's memory that run beside the next forward.
+"""Offloaded optimizer steps that run on the CPU during the next forward.
 
 A thread steps on one part of the parameters after another, in the order in which a forward needs
-them. Whoever reads a parameter waits for its part, so the results are those of a step that nothing
-overlaps. ZeRO-Offload (arXiv 2101.06840, section 5.2) computes with the parameters of the step
-before instead.
+them. Code that reads a parameter waits for its part. The results are therefore the same as without
+overlap. ZeRO-Offload (arXiv 2101.06840, section 5.2) instead computes with the parameters of the
+previous step.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class StepPart:
         parameters: Parameters with a value that the step changes.
         members: Those of which this rank steps on a part.
         flat: Their storage; None: each has its own.
-        done: The step; None: it has ended, and the parameters have its values.
+        done: Future of the step. None: the step has ended, and the parameters have its values.
     """
 
     parameters: set[nn.Parameter]
@@ -59,7 +59,7 @@ class StepPart:
         publish(self.members)
 
     def show(self) -> None:
-        """Let nobody wait any longer."""
+        """Stop making readers wait for the step."""
         for parameter in self.parameters:
             show(parameter, None)
 
@@ -133,9 +133,9 @@ _PART = 1 << 22  # elements
 
 
 def can_defer(optimizer: Optimizer) -> bool:
-    """Return True if nothing but the optimizer's parameters and their states takes part in a step.
+    """Return True if a step uses only the optimizer's parameters and their own states.
 
-    Other optimizers than torch's may keep states of all parameters together.
+    Optimizers from outside of torch may keep a common state of all parameters.
     """
     module = type(optimizer).__module__.split(".")
     return (
@@ -148,8 +148,8 @@ def can_defer(optimizer: Optimizer) -> bool:
 def reads_between_steps(trainer: Any, names: LightningNames) -> bool:
     """Return True if the user's hooks or callbacks may read parameters between two steps.
 
-    They run between an optimizer's step and the next forward, perhaps on one rank only, which would
-    wait for the others there.
+    Such code runs between an optimizer step and the next forward. If only one rank runs it, that
+    rank would wait for the others.
     """
     return _has_hooks(type(trainer.lightning_module), names.LightningModule) or any(
         isinstance(callback, (*names.WeightAveragingCallbacks, names.LambdaCallback))

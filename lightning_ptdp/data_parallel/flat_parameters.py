@@ -1,6 +1,6 @@
-"""Parameters that replicas gather together: views of one flat tensor, of which each owns a part.
+"""Parameters that replicas gather together: views of a flat tensor, sharded over the replicas.
 
-Every step of their life is asserted::
+They have a state, and every transition is asserted::
 
     WHOLE --the optimizer's step, or free--> SHARDED --start_gather--> GATHERING --wait--> WHOLE
 """
@@ -36,9 +36,9 @@ class ParameterState(Enum):
     WHOLE = auto()
     """Every rank has the values of the last step."""
     SHARDED = auto()
-    """Each rank has its own part; of the others it has old values or none."""
+    """Each rank has its own part. The other parts have old values or are freed."""
     GATHERING = auto()
-    """The parts are on their way; whoever reads a parameter waits for them."""
+    """An all-gather is in progress. Code that reads a parameter waits for it."""
 
     def to(self, state: ParameterState) -> ParameterState:
         """Return ``state``, which must be the next one."""
@@ -60,7 +60,7 @@ class FlatParameters:
         whole: (n,) all parts; None while they are freed.
         frees: Whether the other ranks' parts are freed between uses. Otherwise ``own`` is a view
             of ``whole``.
-        state: What happens to the parameters.
+        state: State of the parameters.
         settle: Waits until ``own`` has the values of the last step; None: it has them.
     """
 
@@ -197,7 +197,7 @@ class FlatParameters:
             return
         try:
             pending.wait()
-        finally:  # after an error, nobody waits again
+        finally:  # after an error, do not wait again
             for managed, view in self._views():
                 show(managed.parameter, view if self.frees else None)
         self.state = self.state.to(ParameterState.WHOLE)

@@ -1,8 +1,8 @@
 """Storage of a rank's gradients: in buckets that replicas sum, or as autograd makes them.
 
-A single replica needs no buckets. Like these, its gradients can be taken off ``.grad``. They have
-no buffers, which only a reduction needs. Autograd then keeps the first microbatch's gradients as
-they are, whereas a buffer would need to be cleared and added to.
+A single replica needs no buckets, because only a reduction needs flat buffers. Autograd then keeps
+the first microbatch's gradients as they are, whereas a buffer would have to be cleared and added
+to. As with buckets, the gradients can be hidden from ``.grad``.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class GradientStore(Protocol):
         """Make the gradients the parameters' ``.grad``."""
 
     def hide(self) -> None:
-        """Take the gradients off the parameters and keep them, so that nothing clears them."""
+        """Set ``.grad`` to None and keep the gradients, so that nothing clears them."""
 
     def buckets(self) -> Iterable[Bucket]:
         """Return all buckets, in backward order within each chunk."""
@@ -205,7 +205,7 @@ class UnbucketedGradients(GradientStore):
                 parameter.grad = gradient
 
     def hide(self) -> None:
-        """Take the gradients off the parameters and keep them."""
+        """Set ``.grad`` to None and keep the gradients."""
         self._note_arrived()
         for parameter in self._each():
             if parameter.grad is not None:

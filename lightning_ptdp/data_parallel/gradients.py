@@ -88,7 +88,7 @@ class Gradients:
             optimizer: Lightning's optimizer.
             apart: True if gradients must be summed over ranks or hidden from Lightning. Otherwise
                 autograd's own may suffice.
-            defers: Let steps in the host's memory run beside the next forward.
+            defers: Let offloaded optimizer steps run on the CPU during the next forward.
 
         Returns:
             False if autograd's own gradients suffice.
@@ -249,7 +249,7 @@ class Gradients:
         return contextlib.nullcontext() if self.accumulates else self.step.shown()
 
     def defer(self) -> None:
-        """Let the optimizer's step, which follows, run beside the next forward, if it may."""
+        """Defer the following optimizer step to the next forward, if the optimizer allows it."""
         if self.stepped is not None:
             self.stepped.take()
 

@@ -11,10 +11,10 @@ section 5.1) gets one-dimensional pieces::
     rank 1                            | . . . | b1 | w2 . .    |   steps on the rest
 
 Parameters that an optimizer needs whole, such as Muon's matrices, have buckets of their own, in
-which no rank's part cuts one. If the parameters are sharded, their storage is laid out so, too.
+which every parameter belongs to exactly one rank. Sharded parameters are stored in the same layout.
 
-The parameters of a bucket are views of one flat tensor, their gradients views of another. The
-pieces may have different hyperparameters.
+The parameters of a bucket are views of one flat tensor, and their gradients are views of another.
+The pieces may have different hyperparameters.
 
 After the step, all ranks gather the parts of the flat parameters, bucket by bucket in the order of
 the forward.
@@ -99,8 +99,8 @@ class OptimizerParameters:
     def adopt(self, optimizer: Optimizer, *, defers: bool = False) -> None:
         """Put the new tensors into the optimizer's groups, in place.
 
-        Schedulers keep references to the groups. With ``defers``, steps in the host's memory run
-        beside the next forward if the optimizer allows it.
+        Schedulers keep references to the groups. With ``defers``, offloaded steps run on the CPU
+        during the next forward if the optimizer allows it.
         """
         managed_of = {managed.parameter: managed for managed in self._gradients.parameters}
         for group in optimizer.param_groups:
@@ -217,8 +217,8 @@ class OptimizerParameters:
                 if rounded is not None and values.data_ptr() != rounded.data_ptr():
                     managed.parameter.data = rounded
                     managed.parameter.copy_(values)  # counts as a write
-        # After a deferred step no hook of the user's can write unseen, and a comparison would copy all
-        # weights to the masters' device.
+        # After a deferred step, no user hook can write to parameters unnoticed, and a comparison
+        # would copy all weights to the device of the masters.
         self._reload(
             managed
             for managed in self._gradients.parameters
@@ -328,9 +328,9 @@ def _state_of(managed: ManagedParameter, state: dict[str, object]) -> dict[str, 
 
 # ---- Gathering of a sharded optimizer's parameters during the next forward -----------------------
 #
-# Whoever reads a parameter that is being gathered waits for it (``absent_parameters.py``), even if
-# it is a hook between the steps. Modules whose code may read parameters unseen, as compiled code and
-# kernels do, wait when they are called.
+# Code that reads a parameter that is being gathered waits for it (``absent_parameters.py``), even a
+# hook between the steps. Compiled code and kernels read parameters without being noticed. Their
+# modules therefore wait when they are called.
 
 
 class ParameterGather:

@@ -1,7 +1,7 @@
-"""Reductions that overlap with the backward, which waits for them only after the step.
+"""Reductions that overlap with the backward; they are waited for at the end of the step.
 
-A two-level sum is a chain of collectives. Each one can only be requested when the previous one is
-done, so something must wait for it. It must not be the host thread that runs the backward:
+A two-level sum is a chain of collectives. A collective can be requested only when the previous one
+is done, so a stream or a thread must wait for it. The host thread that runs the backward must not:
 
 - On a GPU a stream of its own waits. Only this stream waits, and the host requests all collectives
   at once.

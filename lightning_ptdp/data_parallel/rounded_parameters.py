@@ -1,4 +1,4 @@
-"""Weights that replicas gather in float8, because products in float8 are all that reads them.
+"""Weights that replicas gather in float8, because only float8 products read them.
 
 Each replica rounds its own part and sends one byte per element. All use the scale of the whole
 weight, so the gathered values are those to which one process rounds it. torchao and FSDP2 gather
@@ -29,7 +29,7 @@ class RoundedParameters:
     Attributes:
         flat: The parameters.
         whole: (n,) float8; None while it is freed.
-        state: What happens to the values.
+        state: State of the values.
     """
 
     def __init__(self, flat: FlatParameters, weights: Mapping[nn.Parameter, RoundedWeight]) -> None:

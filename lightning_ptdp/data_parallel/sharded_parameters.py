@@ -8,10 +8,10 @@ those outside of the blocks::
     forward    block 0 | block 1 | block 2        backward   block 2 | block 1 | block 0
     gathers    1       | 2       |                gathers    1       | 0       |
 
-What is gathered decides only about memory and time. Whoever reads a freed parameter in a pass makes
-it gather (``absent_parameters.py``). A graph saves no weights: it saves their positions, and
-gathers the unit when its backward needs it. All replicas run the same passes, and so gather in the
-same order.
+The choice of gathered units affects only memory and time, not results: a read of a freed parameter
+during a pass gathers its unit (``absent_parameters.py``). The autograd graph does not save weights.
+It saves their positions, and the backward gathers the unit when it needs them. All replicas run the
+same passes, and therefore gather in the same order.
 
 Weights of products in float8 are gathered in float8 (``rounded_parameters.py``). If other code
 reads one in a pass, it may also write to it, so the unrounded values are gathered until the pass
@@ -58,7 +58,7 @@ class ShardedParameters(Surrounding):
         module: This rank's part of the LightningModule.
         parameters: Its parameters.
         blocks: Dotted names of the repeated containers; found if None.
-        reductions: For each tuple of data axes, the replicas that share parameters.
+        reductions: For each tuple of data axes, the replicas over which parameters are sharded.
         device: Device of the parameters.
         late_value: Returns the values of parameters on the meta device.
         by_block: Free each block as soon as another needs its parameters. Otherwise ``free`` does.

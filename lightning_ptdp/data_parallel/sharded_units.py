@@ -60,9 +60,9 @@ def make_units(
 ) -> Iterator[Unit]:
     """Yield the units of a rank, those of blocks in forward order.
 
-    A parameter that several blocks use belongs to none. Parameters stay whole that no other rank
-    shares, those of classes with a meaning of their own, and those of modules of torch.jit, which
-    read them without Python.
+    A parameter that several blocks use belongs to no block. These parameters are not sharded: those
+    that have no other rank to be sharded over, those of special classes, and those of torch.jit
+    modules, which read them without Python.
     """
     scripted = {
         parameter
@@ -110,8 +110,8 @@ def lay_out_unit(
 ) -> Iterator[FlatParameters]:
     """Yield the storage of a unit.
 
-    Trained and frozen parameters, tied ones, those that the optimizer needs whole, and those that
-    are gathered in float8 lie apart.
+    Trained, frozen and tied parameters, parameters that the optimizer needs whole, and parameters
+    that are gathered in float8 are stored separately.
     """
     kinds: dict[tuple[Any, ...], list[ManagedParameter]] = {}
     for managed in group:

@@ -1,4 +1,4 @@
-"""Parameters that tensor parallelism cuts, whole for the step of an optimizer that needs them so.
+"""Unsharded copies of tensor-parallel parameters, for optimizers that need whole matrices.
 
 Before the step the ranks of a tensor group gather the gradients. Each then makes the same step on
 the whole parameter, and keeps its part of the result. A rank therefore holds the optimizer's states

@@ -49,7 +49,7 @@ class Decoding(StepJob):
     ) -> Tensor:
         """Return the result, a vector of ``rows`` values, the same on all ranks of a replica.
 
-        The call is collective over the replica, or over the world if replicas share experts. The
+        Collective over the replica, or over the world if experts are distributed over replicas. The
         forward has no surroundings: it draws no random numbers, and every rank of a context group
         has the whole sequence.
         """

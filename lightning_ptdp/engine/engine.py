@@ -173,9 +173,9 @@ class Engine:
         Args:
             context: The precision plugin's context for one call of the user's step.
             args: Arguments of ``training_step`` from Lightning, the batch first.
-            clears: Lightning will clear all gradients before the backward.
-            loss_scale: Factor on the losses of a schedule's backwards, which the optimizer's
-                gradients keep.
+            clears: True if Lightning will clear all gradients before the backward.
+            loss_scale: Factor on the losses of a schedule's backwards. The gradients are not
+                divided by it here.
         """
         self._begin_batch(args)
         if not self._accumulated:
@@ -201,10 +201,10 @@ class Engine:
             self._buffers.broadcast()
 
     def _check_copies(self) -> None:
-        """Compare what ranks of a replica hold alike, which reads values from the device.
+        """Compare the copies of parameters that several ranks of a replica hold.
 
-        Stages are compared at batches 1, 2, 4, 8 and so on, tensor ranks at 16, 256, 4096 and so
-        on.
+        The comparison reads values from the device. Stages are compared at batches 1, 2, 4, 8 and
+        so on, tensor ranks at 16, 256, 4096 and so on.
         """
         batch = self._step("training_step")
         if not batch or batch & (batch - 1):
@@ -387,8 +387,8 @@ class Engine:
 
         The logged values are passed to Lightning.
         """
-        # Weights are cast once for all microbatches. The copies would outlive gathered parameters,
-        # and "full" recomputation is chosen for the sake of memory.
+        # Weights are cast once for all microbatches, with two exceptions: the copies would outlive
+        # gathered parameters, and "full" recomputation is chosen to save memory.
         casts: Context = contextlib.nullcontext()
         if self._config.recompute != "full" and self._config.shard != "parameters":
             casts = self._parallel.casts.kept()

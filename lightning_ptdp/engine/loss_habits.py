@@ -243,7 +243,7 @@ def warn_of_divisors(divisors: Sequence[Tensor | None]) -> None:
 
 
 def _ends(node: Any, through: frozenset[str]) -> Iterator[Any]:
-    """Yield the last operations of the loss, behind those that keep its meaning."""
+    """Yield the last operations of the loss, skipping those that do not change its meaning."""
     if node is None:
         return
     if node.name() not in through:

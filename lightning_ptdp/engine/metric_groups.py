@@ -118,7 +118,8 @@ class _Scope:
     Attributes:
         metric: The metric.
         peers: It, or all metrics of its collection, which share states.
-        groups: Groups of ranks, by whether the values are those of whole samples.
+        groups: Groups of ranks that sum the states: one for values of whole samples (True), one
+            for values of tokens (False).
         available: The metric's ``distributed_available_fn``.
         own_update: Its ``update``.
         is_whole: As in ``scope_metrics``.
@@ -207,8 +208,8 @@ class BatchMetrics:
     def is_whole(self, values: object) -> bool:
         """Return True if a metric gets values of whole samples.
 
-        It does outside of steps, and from tensors with a row per sample. Other numbers in a step
-        are those of a slice.
+        This is the case outside of steps, and for tensors with one row per sample. All other values
+        in a step belong to a slice.
         """
         part = self._part
         tensors = [tensor for tensor in iterate_tensors(values) if tensor.dim()]

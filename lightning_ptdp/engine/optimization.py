@@ -73,7 +73,7 @@ class Optimization:
     def prepare(self, optimizer: Optimizer, *, defers: bool = False) -> None:
         """Create the gradient stores, and pass the optimizer the tensors that it steps on.
 
-        With ``defers``, its steps in the host's memory may run beside the next forward.
+        With ``defers``, offloaded optimizer steps may run on the CPU during the next forward.
 
         Raises:
             ValueError: The module has trainable parameters that did not exist when it was cut, or

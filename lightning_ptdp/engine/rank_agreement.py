@@ -211,7 +211,7 @@ class RankAgreement:
             *numbers, self.expected_tokens, most, least = numbers
             self.note_spread((most, least))
         for replica, (high, low) in enumerate(zip(numbers[::2], numbers[1::2], strict=True)):
-            if high != -low:  # such a training would silently be meaningless
+            if high != -low:  # otherwise training would silently give meaningless results
                 raise BatchMismatchError(
                     f"the ranks of replica {replica} read different batches, but all of them must "
                     "read the same samples with the same augmentation. Shard data by "

@@ -85,7 +85,7 @@ def counted_loss(loss: Tensor, weight: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class BegunReport:
-    """Report whose numbers are queued on the device.
+    """Report whose numbers are being computed on the device.
 
     Attributes:
         report: The report.
@@ -130,7 +130,7 @@ class LightningJob(StepJob):
         watches: Also inspect the functions called in the first microbatch.
         scale: Factor on every loss that does not count its tokens, in addition to the microbatch's
             share of the samples.
-        loss_scale: Factor on every loss; stays in the gradients.
+        loss_scale: Factor on every loss; the gradients are not divided by it here.
         reduces: Whether this step completes an optimizer step.
         may_skip: The step may return None for the whole batch, which then has no effect.
         stream: Computes and reads the report.
@@ -346,8 +346,8 @@ class LightningJob(StepJob):
     def report(self) -> StepReport:
         """Return the last stage's report after all microbatches have run.
 
-        It waits for the device once: for the forwards, if the device can compute the report beside
-        the backwards.
+        The host waits for the device once. It waits only for the forwards if the device can compute
+        the report concurrently with the backwards.
         """
         begun = self._begun or self._begin_report()
         report = begun.report

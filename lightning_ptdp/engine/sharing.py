@@ -1,7 +1,8 @@
 """Broadcast of a report from the last stage to the other stages.
 
-All numbers of a report travel as one small tensor. Tensors travel as they are. Names, options and
-forms are sent only when they change, because sending an object waits for the device several times.
+All numbers of a report are sent as one small tensor. Tensors are sent as they are. The *form* of a
+report (names, options and the places of its numbers and tensors) is sent only when it changes,
+because sending an object waits for the device several times.
 """
 
 from __future__ import annotations

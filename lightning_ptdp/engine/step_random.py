@@ -3,7 +3,7 @@
 A microbatch has one stream outside of the repeated blocks, which is the same on every stage, and
 one stream for each block::
 
-    outside   mask, noise, mixup, embedding's dropout   |            |            |   behind the blocks
+    outside   mask, noise, mixup, embedding's dropout   |            |            |   after blocks
     block 0                                             |  dropout   |            |
     block 1                                             |            |  dropout   |
 
@@ -125,7 +125,7 @@ class StepRandomness(Surrounding):
             self._seed = None
             self._forward = None
             forward.draws_alike = False
-            del self._outer[1:]  # states of a block that a stage left by an exception
+            del self._outer[1:]  # states of blocks that StageExit or an error has left
             self._switch_back()
 
     def _enter(self, number: int, *_: object) -> None:

@@ -73,7 +73,7 @@ class StepReport:
         weight: Sum of the weights.
         counted: Whether the weights are token counts that the step returned.
         calls: Recorded and averaged ``self.log`` calls.
-        extras: Picklable outputs beside the loss, or None.
+        extras: Picklable outputs other than the loss, or None.
         changes: Changes that the step made on the module.
         spread: Numbers of labels, if requested; stays on this rank.
         logger_calls: Recorded calls of loggers (step_loggers.py).
@@ -107,13 +107,13 @@ class ReportStream:
 
     @property
     def is_apart(self) -> bool:
-        """Return True if the device can compute a report beside other work."""
+        """Return True if the device can compute a report concurrently with other work."""
         return self._stream is not None
 
     def entered(self, *, after: bool = False) -> contextlib.AbstractContextManager[object]:
         """Return the context of work on this stream.
 
-        With ``after``, it waits for what the current stream has to do now.
+        With ``after``, it waits for the work queued on the current stream so far.
         """
         if self._stream is None:
             return contextlib.nullcontext()
@@ -290,10 +290,11 @@ def is_metric(value: object) -> bool:
 def weigh_over_replicas(
     calls: list[LogCall], weight: Tensor, loss: Tensor | float = 0.0, *, group: Group
 ) -> Tensor:
-    """Average the logged means that are shared over replicas by the replicas' tokens.
+    """Average logged means over the replicas, weighted by each replica's number of tokens.
 
-    Values are not read from the device. The call is collective. All replicas then log the same
-    value, which Lightning's own mean over replicas leaves unchanged.
+    Only means that are logged with ``sync_dist=True`` are averaged. The call is collective, and
+    does not read values from the device. All replicas then log the same value, which Lightning's
+    own mean over replicas leaves unchanged.
 
     Args:
         calls: Calls of this replica, changed in place.

@@ -1,4 +1,4 @@
-"""Files of an export beside its model: the tokenizer's, and the settings of generation."""
+"""Files that an export contains besides the model: tokenizer and generation settings."""
 
 from __future__ import annotations
 

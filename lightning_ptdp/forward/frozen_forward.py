@@ -1,8 +1,8 @@
 """A forward without gradients before a training step, in any layout.
 
-A step may need values of other weights: a reference in preference tuning, a teacher in
-distillation. Under a pipeline, ``training_step`` calls the model once, so these values are computed
-before the step, and the step finds them in its batch::
+A step may need outputs of the model with other weights: a reference model in preference tuning, or
+a teacher in distillation. Under a pipeline, ``training_step`` can call the model only once. These
+outputs are therefore computed before the step, and passed to it in the batch::
 
     def on_train_batch_start(self, batch, batch_idx):
         batch["teacher"] = frozen_forward(self, batch, batch_idx, step="teacher_step")

@@ -58,7 +58,8 @@ def replace_forward(
 ) -> None:
     """Replace the forward of ``module`` by a ``kind``, or by its bound method.
 
-    It does nothing if the forward is one already, as for a module with several names.
+    Nothing is done if the forward has already been replaced by a ``kind``. This happens for a
+    module that is registered under several names.
     """
     if not isinstance(_own(module), kind):
         own = kind(module=module, replaced=vars(module).get("forward"), **options)

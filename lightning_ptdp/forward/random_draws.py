@@ -29,9 +29,9 @@ _FUNCTIONS = {
 class RandomDraws:
     """Answers whether a module's forward may draw from torch's generators.
 
-    Modules of torch, transformers and this package draw with probabilities that they, or their
-    configurations, hold as attributes, or call a function of torch that shows it. All other modules
-    may draw, and those with a hook or a forward from elsewhere.
+    A module of torch, transformers or this package draws only if an attribute of it or of its
+    configuration is a nonzero probability, or if its code calls a random function of torch. All
+    other modules may draw, and so may modules with a hook or a forward from elsewhere.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -54,7 +54,7 @@ class RandomDraws:
         ]
 
     def __call__(self) -> bool:
-        """Return True if it may draw with the present probabilities."""
+        """Return True if the module may draw with its current probabilities."""
         return self._always or any(getattr(owner, name, 0) for owner, name in self._probabilities)
 
 

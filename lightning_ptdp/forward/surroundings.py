@@ -70,7 +70,7 @@ class Forward:
         seed: Seed of the step's random numbers; None: it draws from the process's generators.
         splits_backward: Its backward comes in two halves, and the second may compute gradients that
             the first has deferred.
-        draws_alike: All ranks of the replica draw from one stream now.
+        draws_alike: True while all ranks of the replica draw from the same stream.
         batch: Argument of the user's step; a surrounding may replace ``whole`` by this rank's part.
         part: The part, set by the surrounding that did so.
         deferred: Store of a surrounding for gradients that the backward leaves for later.
@@ -125,7 +125,7 @@ class Surrounding:
         return _nothing
 
     def moved(self, before: Any, after: Any) -> None:
-        """Take note of a batch that was moved to the device, as it is on both sides."""
+        """Record facts about a batch, given before and after its move to the device."""
         return
 
     def around(self, forward: Forward) -> Context:
@@ -169,7 +169,7 @@ class Surroundings:
             return undo.pop_all().close
 
     def moved(self, before: Any, after: Any) -> None:
-        """Let all entries take note of a batch that was moved to the device."""
+        """Call ``moved`` of all entries."""
         for entry in self.entries:
             entry.moved(before, after)
 

@@ -1,4 +1,4 @@
-"""Detection of functions that combine the tokens of a sequence, of which a rank has a slice.
+"""Detection of functions that combine tokens of a sequence that is split over ranks.
 
 Elementwise functions, products with weights and norms of features treat each token alone. Attention
 and losses are replaced or averaged elsewhere. Any other function along time, such as a running sum,
@@ -53,7 +53,7 @@ _AVERAGED = frozenset(
         "kl_div",
     )
 )
-"""Functions, beside losses, whose value for all tokens is the mean or sum of those for slices."""
+"""Functions other than losses whose value for all tokens is the mean or sum over the slices."""
 ORDERING = frozenset(
     (
         "argsort",

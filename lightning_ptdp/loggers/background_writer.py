@@ -2,8 +2,8 @@
 
 MLflow's own asynchronous queue is not used, for three reasons:
 
-- It is stored in a process-wide cache with its threads. A forked process inherits the threads dead,
-  and its flush then waits forever.
+- It is stored, with its threads, in a process-wide cache. In a forked process these threads do not
+  run, and a flush waits forever.
 - It writes every call as a transaction of its own.
 - It drops calls that fail."""
 

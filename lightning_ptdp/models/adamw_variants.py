@@ -1,4 +1,4 @@
-"""Variants of AdamW: beside Muon, and with running means in bfloat16, rounded without bias."""
+"""Variants of AdamW: combined with Muon, and with running means in bfloat16."""
 
 from __future__ import annotations
 

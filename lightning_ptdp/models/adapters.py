@@ -21,7 +21,7 @@ ALL_LINEAR = "all-linear"
 
 @dataclass(frozen=True, kw_only=True)
 class LoraOptions:
-    """Adapters that are trained beside the frozen weights W of a model.
+    """Adapters that are trained in addition to the frozen weights W of a model.
 
     The output is that of W + alpha / r B A, with B (o, r) and A (r, i).
 

@@ -1,7 +1,7 @@
 """BERT: a bidirectional encoder with its two pretraining heads, in the order of data flow.
 
 This is a plain single-device model without process groups or parallel degrees. It follows the rules
-of ``gpt.py`` that make it divisible from outside (``bert_plan``), and one more: beside the hidden
+of ``gpt.py`` that make it divisible from outside (``bert_plan``), and one more: besides the hidden
 state, a block receives only the attention mask. Every pipeline stage computes the mask from its
 batch, so that only the hidden state passes between stages.
 

@@ -2,8 +2,8 @@
 
 It consists of a router, the experts, and a shared part that every token visits.
 
-Three numbers per sequence pass from layer to layer beside the tokens, summed over the layers
-(``aux_b3``). They are thus available where the loss is computed:
+Three numbers per sequence are passed from layer to layer together with the tokens, and summed over
+the layers (``aux_b3``). They are thus available where the loss is computed:
 
 - balance: E sum_i f_i P_i (arXiv 2101.03961, section 2.2), per sequence (arXiv 2412.19437, section
   2.1.2). f_i is the share of the sequence's choices that fell on expert i. P_i is the mean over its

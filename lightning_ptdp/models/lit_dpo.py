@@ -44,7 +44,7 @@ class LitDPO(LitCausalLM):
 
     Args:
         path: As for ``LitCausalLM``.
-        beta: Strength with which the model is held near the reference.
+        beta: Strength of the penalty that keeps the model close to the reference.
         label_smoothing: Assumed share of pairs whose labels are wrong (conservative DPO), at least
             0 and less than 0.5.
         reference: ``adapters_off`` computes the reference with the adapters switched off, which

@@ -1,4 +1,4 @@
-"""AdamW with decay groups, alone or beside Muon, and a learning rate with warm-up and decay."""
+"""AdamW with decay groups, alone or combined with Muon, and a learning-rate schedule."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Initializers of a module's values.
 
-They are the module itself, its model's ``_init_weights``, and the modules around it. A model that
-is initialized as a whole, as in Hugging Face, calls its initializer on every module from the leaves
-up. A module may set weights of its children (GPT-2's attention scales its output projection). To do
-the same for one leaf alone, the leaf with real tensors is put into a copy of the model without real
-tensors. Initializers then have no effect on the other modules."""
+The initializers of a module are its own reset method, the ``_init_weights`` of its model, and the
+modules around it. A Hugging Face model is initialized as a whole: it calls its initializer on every
+module, from the leaves up. A module may set weights of its children (GPT-2's attention scales its
+output projection). To do the same for a single leaf, the leaf gets real tensors inside a copy of
+the model without tensors. The initializers then have no effect on the other modules."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Initializers:
 
         Args:
             name: Global name of the module.
-            others: Its tied parameters that another module initializes (a decoder's weight that is
-                the embedding's, beside a bias of its own).
+            others: Its tied parameters that another module initializes. An example is the weight of
+                a decoder that is tied to the embedding but has its own bias.
 
         Raises:
             ValueError: The initializers did not set a tensor.

@@ -59,7 +59,7 @@ class ManagedParameter:
         self.step_on(self.parameter)
 
     def hold(self, values: Tensor | None, placement: Placement | None = None) -> None:
-        """Set the values that this rank keeps between the steps; None: others keep all of them."""
+        """Set the values that this rank keeps between the steps; None: other ranks keep all."""
         self.held, self.held_placement = values, placement or self.placement
 
     @property

@@ -73,15 +73,15 @@ class Placement:
         pieces: The local rectangles. Local elements outside of all rectangles are padding: always
             zero, never saved.
         sharded: Names of the axes whose ranks hold different pieces.
-        partial: Names of the axes whose ranks hold it alike, each with one term of the gradient's
-            sum (a norm's weight under sequence parallelism, of which each rank saw a slice of the
-            sequence). "pipeline" is among them if several pipeline ranks hold it (tied weights,
-            modules kept by every stage).
+        partial: Names of the axes whose ranks hold identical copies of the tensor, but each only
+            one term of its gradient. An example is a norm's weight under sequence parallelism,
+            where each rank sees a slice of the sequence. "pipeline" is among them if several
+            pipeline ranks hold the tensor (tied weights, modules kept by every stage).
         data_axes: Those of the partial axes whose ranks read different samples or tokens.
         sums: Groups of the sums over the other partial axes, and over the copies of pieces; that
             over pipeline ranks is the last.
         flat: Range [start, stop) of the flattened local tensor that this rank holds of it, a part
-            of a bucket that replicas share; None: all of it.
+            of a bucket that is sharded over replicas; None: all of it.
         first_in_replica: Whether this rank is the first of the ranks that hold it alike and read
             the same data.
         first_in_block: Whether this rank is the first of the ranks of its block (``Axis.within``)
@@ -164,9 +164,9 @@ class Placement:
 
     @property
     def num_unrepeated(self) -> int:
-        """Return the number of local elements without padding and repeated copies.
+        """Return the number of local elements, not counting padding and repeated copies.
 
-        A copy is repeated if an earlier member holds it as well."""
+        A copy counts as repeated if an earlier member of the group holds it too."""
         return sum(piece.in_local.numel for piece in self.pieces if piece.copy == 0)
 
     @property

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 def without_tensors(model: nn.Module) -> nn.Module:
     """Return a copy whose tensors are on the meta device, without hooks and not compiled.
 
-    The model is not changed. Shared modules and parameters stay shared. Of plain attributes,
-    tensors, modules and containers of these are copied, in which a forward may leave state, and
-    all others are the same objects as the model's."""
+    The model is not changed. Shared modules and parameters stay shared. Among plain attributes,
+    tensors, modules and containers of these are copied, because a forward may leave state in them.
+    All other attributes are the same objects as in the model."""
     copy: nn.Module = _copy(model, {})
     return copy
 

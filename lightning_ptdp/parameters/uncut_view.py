@@ -108,7 +108,7 @@ def _replaced(
 ) -> Iterator[tuple[dict[str, nn.Module | None], str, nn.Module, nn.Module]]:
     """Yield (children of the parent, key, module, shell) of the replaced modules.
 
-    These modules are no longer those of the uncut model."""
+    A module is replaced if it is no longer the one of the uncut model."""
     for key, child in module._modules.items():
         shell = shells.get(key)
         if child is None or shell is None:

@@ -180,7 +180,7 @@ def layer_ranges(
     operations per token. Assume a device that does about 100 floating-point operations while it
     moves one byte (an accelerator at the rate that training reaches), and T tokens per microbatch.
     The embedding then costs 16 * 100 / (6 T) of such a head, about an eighth at T = 2048. T is not
-    known here; the eighth means "little, but not nothing".
+    known here; an eighth stands for a small, nonzero cost.
 
     A vision tower counts like the layers, as if it computed one patch for each token of the sequence.
     Samples with few images cost less. Later stages call the tower's parts on zeros, without its

@@ -58,9 +58,9 @@ class TensorForm:
         shape: Its shape.
         dtype: Its dtype.
         differentiable: Whether a gradient comes back for it.
-        alike: Whether the tensor and its gradient are the same on all tensor-parallel ranks. True
-            of a hidden state. A bias of the attention has the values, or the gradients, of a rank's
-            own heads.
+        alike: Whether the tensor and its gradient are the same on all tensor-parallel ranks. This
+            holds for a hidden state, but not for an attention bias, whose values or gradients are
+            those of the rank's own heads.
     """
 
     shape: tuple[int, ...]

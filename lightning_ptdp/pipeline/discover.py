@@ -24,9 +24,9 @@ from lightning_ptdp.tensor_parallel.named_modules import nearest_names
 def find_blocks(model: nn.Module) -> tuple[str, ...]:
     """Return the dotted names of the repeated containers.
 
-    The list or sequence of modules with the most parameters is always a container. Further lists,
-    such as the encoder's beside the decoder's, count if all of their members have one class and
-    they hold a share of the parameters that is worth cutting.
+    The list or sequence of modules with the most parameters is always a container. Other lists,
+    such as that of an encoder next to that of a decoder, count if all of their members have the
+    same class and if they hold a large enough fraction of the parameters.
 
     Raises:
         ValueError: No list has at least two members with parameters. The message says how to name a
@@ -81,7 +81,7 @@ A smaller one may be a head.
 
 
 def _is_detail(model: nn.Module, name: str, size: int) -> bool:
-    """Return True for a list of single layers beside much larger modules.
+    """Return True for a list of single layers in a model with much larger modules.
 
     The projections of an attention's heads are such a list.
     """
@@ -195,8 +195,8 @@ def _called_at(
 ) -> set[int]:
     """Return how many containers the forward calls before each call of ``name``.
 
-    Calls of submodules of ``name`` count as well. The result is ``{otherwise}`` if the forward
-    calls none of them.
+    Calls of submodules of ``name`` count as well. The result is ``{default}`` if the forward calls
+    none of them.
 
     Raises:
         ValueError: The layers are not called one after the other, or ``name`` is called on both

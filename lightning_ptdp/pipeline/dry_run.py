@@ -329,7 +329,7 @@ class _Numbers(TorchFunctionMode):
         return result
 
     def are_stored(self, *, except_in: Crossing) -> bool:
-        """Return True if an object of Python, beside the graph, refers to one of them."""
+        """Return True if a Python object other than the graph refers to one of them."""
         crossing = {id(tensor) for tensor in except_in.tensors}
         left = [tensor for one in self._seen if (tensor := one()) is not None]
         left = [tensor for tensor in left if id(tensor) not in crossing]

@@ -46,9 +46,9 @@ class Origin:
     Attributes:
         why: Error message if their values may not be used; None on the first stage, where the
             values are true.
-        behind: Whether the blocks have been reached. Before that, every computed value may be meant
-            for the blocks alone.
-        over: Whether the run has ended; recomputation may still pass the tensors around.
+        behind: Whether the blocks have been reached. Before that, every computed value may be an
+            input of the blocks only.
+        over: Whether the run has ended. A recomputation may still use the tensors.
         written: Plain tensors that foreign values were written into.
     """
 
@@ -97,7 +97,7 @@ class FirstStageValue(Tensor):
             and not origin.over
             and any(replacement(tensor) is not None for tensor in sources)
         ):
-            # The arguments of blocks have crossed, and may be used behind the blocks as well.
+            # The arguments of blocks have crossed, and may be used after the blocks as well.
             args, kwargs = (
                 substitute(value, lambda _path, tensor: _instead(tensor))
                 for value in (args, kwargs)

@@ -57,15 +57,15 @@ class GuardObservation:
     """Observable state of a rank at one instant.
 
     Attributes:
-        now: ``time.monotonic``.
-        note: Current activity; another object for every new activity.
+        now: Time of the observation, as ``time.monotonic``.
+        note: Current activity; a new object for every new activity.
         watched: Whether the rank is in a step, a collective or a save.
         failed: Whether the rank has noted a failure of its own.
         heard: Last statuses of the other ranks.
         answered_at: Time of the store's last answer.
         unanswered_s: Time for which the store has not answered.
-        pulse: Counter that has changed if the main thread has run Python code since the last
-            request; None if it was not requested.
+        pulse: Counter of the main thread's heartbeats. It has changed if the main thread has run
+            Python code since the last request; None if no heartbeat was requested.
     """
 
     now: float
@@ -248,9 +248,9 @@ def abort_groups() -> None:
 def keep_flight_record(rank: int) -> str:
     """Write torch's flight record to a file, which replaces that of an earlier run.
 
-    The recorder and is on by default (``TORCH_FR_BUFFER_SIZE``, formerly
-    ``TORCH_NCCL_TRACE_BUFFER_SIZE``). The ranks of one machine write into one folder of this user.
-    The call takes a few seconds at most and never raises.
+    torch's flight recorder is on by default (``TORCH_FR_BUFFER_SIZE``, formerly
+    ``TORCH_NCCL_TRACE_BUFFER_SIZE``). All ranks of one machine write into the same folder of this
+    user. The call takes at most a few seconds and never raises.
 
     Returns:
         The path of the file, or "" if there is no record.

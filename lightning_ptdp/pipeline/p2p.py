@@ -160,9 +160,9 @@ class Transport:
     def begin(self, schedule: Schedule) -> None:
         """Prepare for a program of ``schedule``.
 
-        gloo does not report when a message has left, so with gloo the oldest message of a channel
-        is waited for. That cannot deadlock as long as the number of messages under way on a channel
-        may reach the number that its receiver requests ahead of their use.
+        gloo does not report when a message has left. With gloo, the sender therefore waits for the
+        oldest message of a channel. This cannot deadlock if a channel may have as many unfinished
+        messages as its receiver requests ahead of their use.
         """
         if schedule is not self._schedule and self.device.type == "cpu":
             self._schedule, self._limit = schedule, max(_MIN_OUTSTANDING, receives_ahead(schedule))

@@ -119,7 +119,7 @@ class LaterBlock(Placeholder):
 
 
 class Absent(Placeholder):
-    """A module behind the blocks, which a stage before the last one does not reach."""
+    """A module after the blocks, which only the last stage reaches."""
 
     def forward(self, *args: object, **kwargs: object) -> NoReturn:
         """Raise a ``StageError``."""
@@ -180,7 +180,7 @@ def stub_shape(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
 
 
 def _is_elementwise(module: nn.Module) -> bool:
-    """Return True if a user's norm can only keep the shape.
+    """Return True if a module looks like a norm of the user's, which keeps the shape.
 
     That is the case if its parameters are one or more vectors and it has no children. A module
     without parameters does not qualify, because it may be a norm of weights.

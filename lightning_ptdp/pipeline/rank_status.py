@@ -145,8 +145,8 @@ class Heard:
         status: The status.
         at: Time of reception, as ``time.monotonic`` of this process. Clocks of other machines do
             not matter.
-        lived: Whether the rank has published a status before its end. False for a status that an
-            earlier training left in this store.
+        lived: Whether a status was received while the rank was alive. False for a final status that
+            an earlier run left in this store.
     """
 
     status: RankStatus
@@ -218,7 +218,7 @@ class RankReport:
         return "\n".join(text)
 
     def lost(self) -> str:
-        """Return the failure message of a rank that misses another one, for publication."""
+        """Return the message of a rank that got no answer from another one, for publication."""
         ranks = ", ".join(str(rank) for rank in sorted(self.missing)[:_MOST_LINES])
         return f"{LOST}: no answer from rank {ranks}" if ranks else LOST
 

@@ -131,9 +131,10 @@ _Path = tuple[str, ...]
 
 
 def watch_left(name: str, block: nn.Module, placeholders: Iterable[nn.Module]) -> None:
-    """Find the tensors that block ``name`` stores, until its first forward with gradients.
+    """Watch which tensors the block ``name`` stores, until its first forward with gradients.
 
-    ``placeholders`` of other stages cannot have these tensors.
+    The ``placeholders`` on other stages cannot have these tensors, so reading them there raises an
+    error.
     """
     before: dict[_Path, set[int]] = {}
 

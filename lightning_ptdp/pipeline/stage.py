@@ -69,8 +69,8 @@ class PipelineCut:
         parts: Positions of its modules relative to the containers.
         ranges: Half-open layer ranges, one per stage.
         stages: Stages of this rank.
-        collects: Whether everything that blocks return crosses to all later stages, because the
-            model uses it behind the blocks.
+        collects: Whether everything that blocks return is sent to all later stages, because the
+            model uses it after the blocks.
 
     Attributes:
         ranges: As given.
@@ -169,11 +169,11 @@ class PipelineCut:
         return known(output)
 
     def _with_gradients(self, stage: int, crossing: Crossing) -> Crossing:
-        """Decide which tensors receive a gradient, the first time that tensors of this kind cross.
+        """Decide which tensors receive a gradient, the first time that tensors of this form cross.
 
-        The decision may not change later, because the receiver learns it only once. Frozen
-        parameters may be unfrozen during training, so if there are any, all floating-point tensors
-        count.
+        The decision must not change later, because the receiver gets it only once. Frozen
+        parameters may be unfrozen during training. If there are any, all floating-point tensors
+        receive a gradient.
         """
         form = crossing.form
         settled = self._settled.get(stage)
@@ -274,9 +274,9 @@ class PipelineCut:
                 eager(module, partial(self._boundary.mark_true, slot.stages))
             )
         if self._tables or len(self.parts.blocks) > 1:
-            # Installed later, the capture hooks would be missing on blocks of chunks that are out
-            # of the tree at that time, and would run after the hook that leaves the step at the end
-            # of a container.
+            # If the capture hooks were installed later, they would be missing on blocks of chunks
+            # that are not in the module tree at that time. They would also run after the hook that
+            # leaves the step at the end of a container.
             install_capture(self._model)
         placeholders = self.earlier_blocks
         for layer in self._local:

@@ -171,10 +171,10 @@ class StageRun:
         return extra
 
     def check_entrance(self, name: str, given: Sequence[object]) -> None:
-        """Check that the stage's first called block receives the very tensors that were received.
+        """Check that the first block of the stage gets exactly the tensors that were received.
 
         Otherwise the model computes something between its blocks, which would be computed once more
-        behind the boundary.
+        after the boundary.
         """
         if self.begun or self.received is None:
             return

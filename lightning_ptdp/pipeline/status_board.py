@@ -39,8 +39,8 @@ class StatusBoard:
         progress: Status of this rank.
         interval_s: Time between two publications.
         heard: Last statuses by rank; an entry is replaced for every new status.
-        answered_at: Time of the store's last answer, as ``time.monotonic``. Ranks that were silent
-            before it were silent of their own accord.
+        answered_at: Time of the store's last answer, as ``time.monotonic``. If a rank was silent
+            before that time, the store was not the cause.
         asking_since: Start of the store call that has not returned yet; None if there is none.
         gone: Whether the store is gone.
     """
@@ -207,8 +207,8 @@ class StatusBoard:
         self.store.set(f"{topic}/{self.rank}", "")
         while not (joined := self.store.check(keys)) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-        # The first rank to finish decides for all ranks: a rank that gave up just before the last
-        # one joined must not be waited for.
+        # The first rank to finish decides for all ranks: no rank may wait for a rank that gave up
+        # just before the last one joined.
         answer = self.store.compare_set(f"{topic}/answer", "", str(joined))
         return joined and answer == str(joined).encode()
 

@@ -151,8 +151,8 @@ class Watchdog(StepObserver):
             waits_raise=waits_raise,
         )
         if watchdog._status_board is not None:
-            # Ensures a first status of a rank that is lost at once. All ranks create the watchdog
-            # together, right after the mesh.
+            # Wait for a first status of every rank, so that even a rank that is lost soon is known.
+            # All ranks create the watchdog together, right after the mesh.
             watchdog._status_board.hear_all(min(limit_s, _PUBLISH_LIMIT_S))
         return watchdog
 
@@ -160,14 +160,14 @@ class Watchdog(StepObserver):
 
     @contextlib.contextmanager
     def during(self, what: str) -> Iterator[None]:
-        """Wrap everything that a rank does in a step; ``what`` is such as "step 12".
+        """Wrap everything that a rank does in a step; ``what`` is, for example, "step 12".
 
-        It may be nested.
+        The context may be nested.
 
         Raises:
             PeerError: An error of torch's communication occurred inside, in a collective for
                 example. Any other error is passed on unchanged. All errors are published, so that
-                ranks which miss this one can name the cause.
+                ranks that wait for this one can name the cause.
         """
         progress = self._progress
         outer = progress.during

@@ -12,8 +12,8 @@ Example::
         print(candidate.choice.options(), candidate.memory.total, candidate.time.total)
 
 The package consists of pure functions of sizes: nothing is run, and no device is needed. Each
-estimate has its own file: links, products, attentions, experts, layers, what replicas share, memory
-and steps. All of them read the model as the record in ``shapes.py``.
+estimate has its own file: links, products, attentions, experts, layers, state that is sharded over
+replicas, memory and steps. All of them read the model from the record in ``shapes.py``.
 """
 
 from lightning_ptdp.planner.calibrated_device import (

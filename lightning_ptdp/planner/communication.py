@@ -170,7 +170,7 @@ def _between(points: Sequence[tuple[int, float]], nbytes: float) -> float:
 
 # ---- Cost of tensor parallelism ------------------------------------------------------------------
 #
-# Collectives that nothing hides, copies around them, and late biases.
+# Exposed collectives, copies before and after them, and biases that are added after a sum.
 
 
 def tensor_collectives(

@@ -20,7 +20,7 @@ from lightning_ptdp.world.layout import ParallelLayout, Sharding
 _GIB = 2**30
 
 RESERVE = 0.2
-"""Default reserve: published bf16 trainings use 17 to 23 % more memory than estimated.
+"""Default reserve: published bf16 runs use 17 to 23 % more memory than estimated.
 
 Allocators keep fragments, and libraries keep workspaces.
 """

@@ -1,9 +1,9 @@
-"""Seconds that one rank spends on a layer or an end of the model, per microbatch.
+"""Seconds that one rank spends on a layer, or on the input or head of the model, per microbatch.
 
-The device computes products by their shapes (``pass_time.py``), and reads and writes the
-bytes of the operations between them (``shapes.py``). Collectives of tensor parallelism add the time
-that no concurrent product hides. If the host needs longer to launch all of it, the host's time
-counts.
+The time of a product follows from its shape (``pass_time.py``). The operations between products
+take the time to read and write their bytes (``shapes.py``). Collectives of tensor parallelism add
+the time that no concurrent product hides. If the host needs longer than this to launch all
+operations, the host's time counts instead.
 """
 
 from __future__ import annotations

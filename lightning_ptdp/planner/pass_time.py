@@ -22,7 +22,7 @@ from lightning_ptdp.planner.shapes import Product
 
 
 class _Added:
-    """Seconds of several parts, which are added part by part."""
+    """Base class of times that consist of several parts and are added part by part."""
 
     def __add__(self, other: Self) -> Self:
         return type(self)(

@@ -1,9 +1,9 @@
-"""Memory and time of what replicas share, and of the optimizer's step.
+"""Memory and time of state that is sharded over replicas, and of the optimizer's step.
 
-Replicas sum gradients, and may share optimizer states, gradients and parameters (ZeRO). Shared
-parameters (FSDP, ZeRO-3) of a layer are gathered before its forward and before its backward, at the
-same time as the previous layer runs, and copied to where the layer reads them. Its gradients are
-reduced and scattered once per microbatch (torch's FSDP2: foreach_all_gather, foreach_reduce).
+Replicas sum gradients, and may shard optimizer states, gradients and parameters (ZeRO). The sharded
+parameters (FSDP, ZeRO-3) of a layer are gathered before its forward and before its backward, while
+the previous layer runs, and copied to where the layer reads them. Its gradients are reduced and
+scattered once per microbatch (torch's FSDP2: foreach_all_gather, foreach_reduce).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def static_bytes(
 
 
 def is_sharded(job: Job, choice: Choice) -> bool:
-    """Return True if replicas share at least the optimizer's state."""
+    """Return True if at least the optimizer's state is sharded over the replicas."""
     return choice.shard != "none" or job.software.shards != "none"
 
 
@@ -65,7 +65,7 @@ def gathered_bytes(job: Job, choice: Choice, layer: LayerShape) -> float:
 
 
 def shards_parameters(job: Job, choice: Choice) -> bool:
-    """Return True if replicas share the parameters."""
+    """Return True if the parameters are sharded over the replicas."""
     return choice.shard == "parameters" or job.software.shards != "none"
 
 
@@ -86,7 +86,8 @@ def whole_bytes(job: Job, choice: Choice, layer: LayerShape) -> float:
 def num_gathers(choice: Choice) -> int:
     """Return how often the chunks of a rank are gathered in a step.
 
-    Two are whole at a time. Of more, each passes groups of p microbatches forward and backward.
+    A rank holds two gathered chunks at a time. If it has more chunks, each is gathered again for
+    every group of p microbatches, in the forward and in the backward.
     """
     v = choice.v
     return v if v <= 2 else 2 * v * -(-choice.num_microbatches // choice.p)

@@ -20,7 +20,7 @@ from lightning_ptdp.world.axes import AXES
 _SIMULATED = 800
 """Largest p v m of a simulated schedule, which takes some 20 ms."""
 _DIGITS = 9
-"""Digits in which equal times agree, because their parts may be summed in another order."""
+"""Digits to which times are rounded for comparison: sums in another order differ by rounding."""
 _GIB = 2**30
 
 

@@ -27,8 +27,8 @@ class Product:
         cut: Size that t divides: "outputs" (a column layer), "inputs" (a row layer, whose results
             are summed over the ranks), "rows" (rows of heads, in a product of two activations) or
             "none".
-        enters: Whether it is the first of the column layers that read one tensor, whose gradient is
-            summed over the ranks.
+        enters: Whether it is the first of several column layers with the same input. The gradient
+            of this input is summed over the ranks.
         copied: Number of outputs for key and value heads, of which a rank has at least ``least``.
         least: Number of outputs that are not divided further.
         bias: Whether a bias is added.

@@ -31,7 +31,7 @@ class Software:
         norm_reads: Number of times that a norm reads its input from memory; if it is two, the
             norm's backward reads its operands twice for the input's gradient and once for the
             weight's.
-        hides_tensor: Whether collectives of a backward run beside the product of the weight
+        hides_tensor: Whether collectives of a backward overlap with the product of the weight
             gradient.
         hides_gradients: Whether gradients are summed over the replicas during the backward.
         hides_messages: Whether pipeline messages travel during computations; otherwise each message
@@ -45,17 +45,17 @@ class Software:
             context-parallel ranks, and each tensor-parallel rank has them.
         groups_products: Whether the products of a layer's experts are one call on a GPU; otherwise
             they run one after the other.
-        shards: What replicas share in addition to the optimizer's state: "none"; the parameters of
-            "blocks", which are gathered twice per microbatch, over all cards of a node (FSDP2); or
-            those of single "modules", which are gathered once more if they are recomputed, by rings
-            that cross from node to node over one card (ZeRO-3 of 2021).
+        shards: State that is sharded over the replicas in addition to the optimizer's: "none"; the
+            parameters by "blocks", gathered twice per microbatch over all cards of a node (FSDP2);
+            or the parameters by single "modules", gathered once more if they are recomputed, by
+            rings that cross from node to node over one card (ZeRO-3 of 2021).
         float8: Whether products of the layers multiply in float8, with one scale per operand and
             call.
         slower: Factor by which computations take longer than alone, because concurrent collectives
             occupy multiprocessors and memory.
         single_loss: Whether the loss makes a copy of the logits in fp32.
-        again: Share of the products that selective recomputation repeats, in addition to all
-            operations between products; None means that it repeats only the attention.
+        again: Fraction of the products that selective recomputation repeats, in addition to all
+            operations between products. None means that it repeats only the attention.
         balances_stages: Whether stages are cut by cost, including embedding and head; otherwise by
             equal numbers of layers.
         operations: Operations that the host launches for a layer's forward; a backward launches
@@ -146,7 +146,7 @@ _MEGATRON_2022 = replace(
     _MEGATRON_2021,
     name="megatron-2022",
     norm_reads=1,  # apex's persistent LayerNorm keeps the row in registers
-    # arXiv 2205.05198: all-reduces of a backward run beside the product of the weight gradient,
+    # arXiv 2205.05198: all-reduces of a backward overlap with the product of the weight gradient,
     # which adds to the fp32 gradient itself.
     hides_tensor=True,
     gradient=4,

@@ -160,9 +160,9 @@ def simulated_step_time(job: Job, choice: Choice) -> StepTime:
 
 
 def _busy(job: Job, choice: Choice, rank: PassTime) -> float:
-    """Return the cores that the ranks of a node with the same work use while they do it.
+    """Return the number of cores of a node that are busy while the ranks of one stage compute.
 
-    These ranks process different data or different parts of the same layers.
+    These ranks process different data, or different parts of the same layers.
     """
     measured = job.device.measured
     waiting = rank.communication / (rank.forward + rank.backward)

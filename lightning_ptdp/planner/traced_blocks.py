@@ -233,9 +233,9 @@ def _experts(module: nn.Module) -> ExpertShape | None:
     )
 
 
-# ---- Operations that stand for others while a model is traced ------------------------------------
+# ---- Single operations that replace several operations while a model is traced -------------------
 #
-# They read, write and keep as much as those for which they stand, in one operation.
+# A replacement reads, writes and keeps as much as the operations that it replaces.
 
 
 class replacing_functions(TorchFunctionMode):  # noqa: N801, it is used as a context

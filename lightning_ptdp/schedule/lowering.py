@@ -25,7 +25,7 @@ _F = ActionKind.FORWARD
 def lower(order: Schedule) -> Schedule:
     """Add communication and reductions to the compute orders of all ranks.
 
-    An order that can run at all gets no deadlock. The orders are first run with unit times
+    If the order can run at all, the result has no deadlock. The orders first run with unit times
     (unit_run.py), where messages wait for as long as needed. The actions are then placed by these
     rules:
 
@@ -41,8 +41,8 @@ def lower(order: Schedule) -> Schedule:
       (``CUDA_DEVICE_MAX_CONNECTIONS=1``).
     - The receives of a channel are posted in the order of its sends. The receive of a gradient is
       not posted before the stage's own forward (the gradient has the shape of its result).
-    - A send follows its computation, after the receives of messages that are sent at the same time:
-      posting a receive does not wait, a send may.
+    - A send follows its computation, after the receives of messages that are sent at the same time,
+      because posting a receive does not wait, but a send may.
     - ``REDUCE`` follows the last backward (or weight gradient) of its stage, after the send that a
       neighbour waits for.
 
@@ -200,11 +200,11 @@ def _program(order: Schedule, rank: int, receives: list[_Receive]) -> tuple[Acti
     return tuple(program)
 
 
-# ---- Gathers of sharded parameters: when a rank holds which chunk whole --------------------------
+# ---- Gathers of sharded parameters: times at which a rank holds a chunk unsharded ----------------
 #
 # A chunk is gathered one computation ahead of its use, so that the messages travel during that
 # computation. Once as many chunks are whole as are allowed, the one whose next use is farthest away
-# is freed first. Of all orders this one gathers least often (L. A. Belady, A study of replacement
+# is freed first. No other order needs fewer gathers (L. A. Belady, A study of replacement
 # algorithms for a virtual-storage computer, 1966)::
 #
 #     rank 0 of p2 v2   G0 F0.0 F0.1 G2 F2.0 F2.1 B2.0 B2.1 D2 B0.0 B0.1 D0

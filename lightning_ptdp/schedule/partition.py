@@ -58,8 +58,8 @@ def partition_layers(
     Args:
         costs: Time (or any additive cost) of each layer.
         num_stages: p * v.
-        first_cost: Cost of the first stage beside its layers, such as an embedding.
-        last_cost: Cost of the last stage beside its layers, such as an output head.
+        first_cost: Additional cost of the first stage, such as an embedding.
+        last_cost: Additional cost of the last stage, such as an output head.
 
     Returns:
         One half-open range (first layer, one past the last layer) per stage.

@@ -33,7 +33,7 @@ class Costs:
             backward).
         weight: The same for a weight gradient; used only if the schedule splits the backward.
         reduce: The reduction of a stage's gradients over the replicas. It starts at its action and
-            runs beside the computations. The reductions of one rank run one after the other.
+            overlaps with computations. The reductions of one rank run one after the other.
         gather: The same for the gather of a stage's sharded parameters, for which its computations
             wait.
         send: Time for which a send occupies its rank. Only messages between ranks are sent.

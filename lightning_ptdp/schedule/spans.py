@@ -47,7 +47,7 @@ class Timeline:
     Attributes:
         schedule: The schedule that was run.
         spans: The computations of each rank; they are in order and do not overlap.
-        reductions: The gradient reductions of each rank, which run beside the computations; empty
+        reductions: The gradient reductions of each rank, which overlap with computations; empty
             if they take no time.
     """
 

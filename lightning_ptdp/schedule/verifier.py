@@ -52,7 +52,7 @@ def verify_schedule(schedule: Schedule, *, training: bool | None = None) -> tupl
       possible under these rules is possible there.
 
     The proof does not hold if several channels of a rank share one NCCL communicator, which runs in
-    order of issue. A receive that is posted early then blocks the sends behind it until its message
+    order of issue. A receive that is posted early then blocks the sends after it until its message
     arrives, and 1F1B and interleaved schedules hang. Every channel (source, destination, direction)
     needs its own communicator.
 
@@ -83,7 +83,7 @@ def verify_schedule(schedule: Schedule, *, training: bool | None = None) -> tupl
 
 _NEVER = -2
 _ALWAYS = -1
-"""Indices behind all actions in the bytes that mark the actions that have happened."""
+"""Indices after those of all actions, in the bytes that mark completed actions."""
 
 
 @dataclass(frozen=True, slots=True)

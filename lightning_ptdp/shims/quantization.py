@@ -88,7 +88,7 @@ def planned_elements(parameter: nn.Parameter, width: int) -> int:
 def keep_format(model: nn.Module) -> None:
     """Keep bitsandbytes from repacking weights on a CPU in evaluations.
 
-    It computes no gradient with repacked weights, not even in the training that follows.
+    bitsandbytes computes no gradients with repacked weights, even when training continues.
     """
     for layer in model.modules():
         if hasattr(layer, "support_avx512bf16_for_cpu"):

@@ -42,10 +42,10 @@ def keep_padded(model: nn.Module) -> None:
 
 
 def with_late_waits(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments of ``torch.compile`` with which a graph waits late for collectives.
+    """Return arguments of ``torch.compile`` that make a graph wait for collectives late.
 
-    The graph then waits where the result is needed, as in its source. By default torch's compiler
-    waits where a collective starts."""
+    The graph then waits where the result is used, as the source code does. By default, torch's
+    compiler waits right where a collective starts."""
     if arguments.get("backend", "inductor") != "inductor":
         return dict(arguments)
     # A mode is a named set of options, and torch accepts either a mode or options.
@@ -82,7 +82,7 @@ def without_data() -> AbstractContextManager[object]:
 def unscale_before_step(optimizer: torch.optim.Optimizer) -> None:
     """Let a loss scaler divide by the scale before the step, in place.
 
-    A fused step would otherwise divide by itself."""
+    Otherwise, a fused step would do the division."""
     if getattr(optimizer, "_step_supports_amp_scaling", False):
         vars(optimizer)["_step_supports_amp_scaling"] = False
 
@@ -145,7 +145,7 @@ def adds_to_gradient(parameter: torch.Tensor) -> bool:
 def keeping_casts() -> Iterator[None]:
     """Keep the copies of trainable weights in lower precision that ``sharing_casts`` makes.
 
-    Autocast frees them at the end of its outermost context, which this context counts as."""
+    Autocast frees them at the end of its outermost context, and this context acts as that one."""
     torch.autocast_increment_nesting()
     try:
         yield
@@ -179,7 +179,7 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def saved_tensor_hooks() -> object:
-    """Return the hooks through which tensors go that autograd saves now; None: there are none.
+    """Return the hooks that are applied to the tensors that autograd saves now, or None.
 
     Activation checkpointing uses such hooks."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -209,7 +209,8 @@ def is_compiled(module: nn.Module) -> bool:
 def has_compiled_parts(module: nn.Module) -> bool:
     """Return True if the LightningModule or a module in it is compiled.
 
-    A mode of torch functions around one of its forwards would compile it again for the next one."""
+    If a torch function mode surrounded one of its forwards, the next forward without the mode would
+    be compiled again."""
     return any(
         is_compiled(child) or is_compiled_module(child) for child in nn.Module.modules(module)
     )

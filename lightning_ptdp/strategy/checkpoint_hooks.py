@@ -289,8 +289,8 @@ class CheckpointHooks(World):
             with self.waiting_in(
                 f"loading the model from {state.path}" if stored else "loading the model"
             ):
-                # If the hooks of any rank have accessed whole tensors, cut this rank's part out of
-                # these.
+                # If the hooks of any rank have accessed whole tensors, they may have changed them.
+                # Take this rank's part from those tensors.
                 if any(gather(not stored or state.touched)):
                     fill_whole(space, state, strict=strict)
                 else:

@@ -92,7 +92,7 @@ class ExpectedRanks:
         return f"the store at {self.where} does not answer"
 
     def silent(self) -> str:
-        """Return the reason why the store has stopped to answer."""
+        """Return the reason that the store has stopped answering."""
         return f"{self.keeper} does not answer any more"
 
     def _how(self, nodes: list[int]) -> str:

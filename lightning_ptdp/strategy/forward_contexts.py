@@ -51,8 +51,8 @@ def make_surroundings(
     - Keyed dropout is last, because it must see attention with dropout before context parallelism
       splits that attention over slices of the sequence.
     - Functions that combine tokens are watched last, as the user calls them.
-    - Deferred weight gradients are before both of these modes, because any product with which they
-      replace a call must be deferrable."""
+    - Deferred weight gradients are before both of these modes, because the modes may replace a call
+      by matrix products, which must be deferrable too."""
     context = mesh.group("context")
     tensor = mesh.group("tensor")
     shards = [] if parallel.shards is None else [parallel.shards]
@@ -102,7 +102,7 @@ def make_surroundings(
         entries.append(SplitTokens(blocks))
     entries.append(DirectCalls())
     if tensor.size > 1 and watches:
-        entries.append(SplitFeatures())
+        entries.append(SplitFeatures(parallel.plan.numbers))
     return Surroundings(entries)
 
 

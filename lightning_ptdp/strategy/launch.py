@@ -93,7 +93,7 @@ class _Ended:
 
 
 def _end_loggers(trainer: Trainer | None) -> None:
-    """End the loggers of a rank that was told to end, while its exception is known.
+    """Close the loggers of a rank that was asked to end, while its exception is still available.
 
     Lightning ends the loggers of the main process only. Since Python 3.13, functions that run at
     the exit of a forked process do not see the exception.
@@ -182,8 +182,8 @@ def _launcher_classes(namespace: str) -> tuple[type[Launcher], type[Launcher]]:
                 raise
 
         def _wrapping_function(self, process_idx: int, trainer: Trainer, *call: Any) -> None:
-            # The garbage collector writes to every object that it inspects, and a written page is
-            # copied.
+            # The garbage collector writes to every object that it inspects, and the kernel copies
+            # every memory page that a forked process writes to.
             gc.freeze()
             not_handing_on()
             survive_closed_output()

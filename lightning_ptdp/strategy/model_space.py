@@ -42,7 +42,7 @@ class ModelSpace:
         engine: Runs the batches; None before ``setup``.
         optimizers: The optimizers of the fit.
         named_groups: Names of each optimizer's parameters, group by group, before they are sharded.
-        shards_parameters: Whether the replicas share the parameters.
+        shards_parameters: Whether the parameters are sharded over the replicas.
         waiting_in: Returns a context for waits on other ranks; its argument names the wait.
     """
 

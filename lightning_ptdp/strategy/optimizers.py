@@ -141,9 +141,9 @@ def _make_trials(
     config: PTDPConfig,
     layout: ParallelLayout,
 ) -> list[GroupTrial]:
-    """Return how the layout cuts the members of each group.
+    """Return how the layout splits the parameters of each group.
 
-    Called before parameters of other stages are dropped."""
+    Call it before the parameters of other stages are dropped."""
     trials = []
     for group in optimizer.param_groups:
         dims = frozenset(p.dim() for p in group["params"] if p in foreign or p in parameters)

@@ -69,7 +69,8 @@ class ParameterGuard:
         module: The LightningModule, cut.
         parameters: Its parameters.
         options: Options that divide it, for the message.
-        refuse: Raises the error for a collective over all processes in a step; None: allowed.
+        refuse: Raises the error for a collective over all processes in a step. None: such
+            collectives are allowed.
         shares: True if several ranks work on one replica.
 
     Attributes:
@@ -128,7 +129,7 @@ class ParameterGuard:
         """Guard a call of a step; with ``watches``, also the numbers of its first call.
 
         Raises:
-            PartialModelError: As the module says.
+            PartialModelError: The step does something that the docstring of this file lists.
         """
         first = hook not in self._seen
         self._seen.add(hook)
@@ -311,9 +312,9 @@ def _state_dict(guarded: _Guarded, module: nn.Module, *args: Any, **kwargs: Any)
 
 
 class _StepValues(PartialValues):
-    """Mode that refuses numbers from parameters outside of the modules' forwards.
+    """Mode that refuses to compute numbers from parameters outside of the modules' forwards.
 
-    ``faults`` maps these parameters to their names and what would be wrong.
+    ``faults`` maps these parameters to a text with the name and the reason.
     """
 
     def __init__(self, guard: ParameterGuard, faults: Mapping[Tensor, str]) -> None:
@@ -344,7 +345,7 @@ class _StepValues(PartialValues):
         return parts[0]
 
     def _foreign(self, parts: list[Tensor], running: nn.Module | None) -> Tensor | None:
-        """Return the first part of a weight that another module than the running one has."""
+        """Return the first part of a weight that does not belong to the running module."""
         if type(running).__module__.startswith("lightning_ptdp."):
             return None  # communicates itself
         return next((part for part in parts if running not in self._owners.get(part, ())), None)

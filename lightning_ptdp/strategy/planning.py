@@ -111,7 +111,7 @@ def described_job(  # noqa: PLR0913
     software: str = "",
     example: Example | None = None,
 ) -> Job:
-    """Return the planner's description of a training of a whole module.
+    """Return the planner's description of training a whole module.
 
     Args:
         module: The whole module.

@@ -1,7 +1,7 @@
 """Lightning's precision plugins: conversion of the model, and one loss scale for all ranks.
 
-Only one rank may see an overflow: the rank with the affected stage, slice of a matrix or shard of
-the gradients. Its scaler alone would then skip the step, while the other ranks make it. The
+An overflow may occur on a single rank: the one with the affected stage, slice of a matrix or shard
+of the gradients. Its scaler alone would then skip the step, while the other ranks make it. The
 overflow flags are therefore maximized over the world before they are used."""
 
 from __future__ import annotations

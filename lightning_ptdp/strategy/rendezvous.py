@@ -1,9 +1,9 @@
-"""Rendezvous of the ranks, repeated after every restart; lost ranks are named.
+"""Rendezvous of the ranks, repeated after every restart; errors name the lost ranks.
 
 torchrun keeps one store for all its restarts, and the store still holds addresses of ended
 processes. A rank that reads these addresses before the new ones are written connects to no process.
-The ranks of one life therefore agree on a name for it, and use that name as the prefix of all their
-keys::
+A *life* of the job is the time from one start of all ranks to the next restart. The ranks of one
+life agree on a name for it, and use that name as the prefix of all their keys::
 
     rank r    sets call/r to a name of its own, N
     rank 0    answers every N that it finds with the name of this life, L, until all ranks have set L/came/r; then it sets L/all
@@ -65,7 +65,7 @@ def join(
     limit: timedelta,
     ended: Callable[[], str] = lambda: "",
 ) -> _T:
-    """Return the result of ``make`` for this life's store.
+    """Join the other ranks, and return the result of ``make`` for the store of this life.
 
     ``make`` is called in another thread and passes the store to ``init_process_group``.
 
@@ -77,8 +77,8 @@ def join(
         ended: Returns which processes have ended, as far as their parent knows; "" if none.
 
     Raises:
-        PeerError: Some rank did not join, or a rank was lost meanwhile. Names the ranks that did
-            not join, or else the ranks that did not notice the loss.
+        PeerError: A rank did not join, or a rank was lost meanwhile. The message names the ranks
+            that did not join, or else the ranks that did not report the loss.
     """
     thread = _InThread(crowd, limit, ended)
     shared: dist.Store | None = None
@@ -125,7 +125,7 @@ def join(
 
 
 class _InThread:
-    """Runner of blocking calls in another thread, which are abandoned after a limit."""
+    """Runner of blocking calls in another thread; a call is abandoned after the time limit."""
 
     def __init__(self, crowd: ExpectedRanks, limit: timedelta, ended: Callable[[], str]) -> None:
         self._crowd = crowd
@@ -144,7 +144,7 @@ class _InThread:
         """Return the result of ``action``, or raise its error.
 
         Raises:
-            DistNetworkError: After the limit, or when a rank is lost.
+            DistNetworkError: The time limit expired, or a rank was lost.
         """
         self.doing, outcome = doing, in_thread(action)
         started = last_warning = time.monotonic()

@@ -1,4 +1,4 @@
-"""Loading of checkpoints: reads model space, fills this rank's part."""
+"""Loading of checkpoints: reads stored tensors by global name, and fills this rank's part."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def read_checkpoint(
     Args:
         path: The folder, the same on all ranks.
         space: The model.
-        keeper: Folders of this training.
+        keeper: Record of the checkpoint folders of this run.
         on_damage: The option of this name, if training resumes.
         resuming: Whether training resumes from it. Interrupted saves beside it are then completed
             or removed.

@@ -65,8 +65,8 @@ class Run:
 
     Attributes:
         mesh: The process groups, which a later run takes over.
-        board: Store of this life for the watchdog's notes, which a later run takes over; None if
-            another library made the groups, or if there are none.
+        board: Store for the watchdog's notes, prefixed by the name of this life (rendezvous.py). A
+            later run takes it over. None if another library made the groups, or if there are none.
         watchdog: Records the actions of all ranks.
         interruption: Whether an exception ended all of the ranks.
         stop_request: Whether a signal asks the run to end.
@@ -162,7 +162,7 @@ class RunningStrategy(StrategyBase):
 
     @contextlib.contextmanager
     def acting_as(self, rank: int) -> Iterator[None]:
-        """Let user code and Lightning's ``rank_zero_only`` take this process for another rank."""
+        """Make this process appear as ``rank`` to user code and Lightning's ``rank_zero_only``."""
         helpers = self._names.rank_zero_only, self._names.fabric_rank_zero_only
         own, before = [helper.rank for helper in helpers], self._acting_rank
         self._acting_rank = helpers[0].rank = helpers[1].rank = rank

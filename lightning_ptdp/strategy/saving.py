@@ -63,12 +63,12 @@ def optimizer_state(space: ModelSpace, optimizer: Optimizer) -> Checkpoint:
 
 
 class FolderSaves:
-    """Saves of one training: shards under global names, which any layout can read.
+    """Saves of one run: shards under global names, which any layout can read.
 
     Attributes:
-        keeper: Folders of the training.
-        in_background: Whether saves may run beside the training; without training, no later call
-            would wait for them.
+        keeper: Record of the checkpoint folders of this run.
+        in_background: Whether saves may run during training. Without training, no later call would
+            wait for them.
         group: gloo group of the ranks that write a checkpoint together in the background; None: all
             ranks.
     """
@@ -112,8 +112,8 @@ class FolderSaves:
         target = from_rank_zero(lambda: path)
         writes_rest = is_rank_zero(self.group)
         if space.ranks_hold_all:
-            # The result of rank 0's hooks is saved, as in Lightning. Other ranks help to write
-            # unchanged entries.
+            # The state dict that rank 0's hooks leave is saved, as in Lightning. The other ranks
+            # help to write the entries that the hooks did not change.
             rank0_unchanged = from_rank_zero(lambda: unchanged)
             # buffers may differ between replicas
             equal = {managed.name for managed in space.part.parameters.values()}

@@ -1,4 +1,4 @@
-"""Set-up of a run: the module is divided, and gets its values, its optimizer and its buckets."""
+"""Set-up of a run: division of the module, initial values, optimizer and gradient buckets."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ class SetupHooks(StepHooks):
             warn_of_balance_losses(self.model, self.config, self.layout)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Make the optimizer with the groups that the uncut model would have.
+        """Create the optimizer with the parameter groups of the uncut model.
 
         There is one optimizer, except under manual optimization."""
         parallel = self.parallel

@@ -1,8 +1,8 @@
-"""Snapshots of a training in the memory of the nodes, from which a restart continues.
+"""Snapshots of a run's training state in the memory of the nodes, from which a restart continues.
 
-Every node has the whole training state, so that the loss of any node but the last one loses nothing.
-A snapshot is a checkpoint folder, written beside the next step (``BackgroundSaver``). The previous
-one is removed when it is complete.
+Every node has the whole training state, so nothing is lost as long as one node survives. A snapshot
+is a checkpoint folder, written during the next step (``BackgroundSaver``). The previous snapshot is
+removed when the new one is complete.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CHUNK = 64 << 20  # bytes
 
 
 class Snapshots:
-    """Snapshots of a strategy's trainings, and those from which a training continues.
+    """Snapshots that a strategy takes, and the snapshot from which a run continues.
 
     Args:
         strategy: The strategy, whose model is saved.
@@ -97,7 +97,7 @@ class Snapshots:
             )
 
     def _created(self, trainer: Trainer) -> MemoryFolder:
-        """Return the folder of a training's snapshots, after creating it on every node."""
+        """Create the folder of this run's snapshots on every node, and return it."""
         strategy = self._strategy
         folder = Path([*checkpoint_dirs(trainer), trainer.default_root_dir][0])
         place = from_rank_zero(lambda: MemoryFolder.new(folder))
@@ -139,7 +139,7 @@ class Snapshots:
         self._place = self._continued = None
 
     def remove(self) -> None:
-        """Remove the snapshots of a training that has ended normally."""
+        """Remove the snapshots of a run that has ended normally."""
         if self._place is not None:
             with contextlib.suppress(CheckpointError):
                 self._saves.finish(lambda _: contextlib.nullcontext())
@@ -156,7 +156,7 @@ def check_nodes(
 
     Args:
         layout: The layout.
-        shard: What the replicas share.
+        shard: State that is sharded over the replicas.
         num_nodes: Number of nodes, with as many ranks each.
         replica_nodes: Number of nodes over which replicas keep whole copies.
 
@@ -174,18 +174,18 @@ def check_nodes(
         raise ValueError(
             "snapshot_every_n_steps needs the whole training state on every node, because a lost "
             f"node loses its memory, but {reason} ({num_nodes} nodes of {size} processes). Keep "
-            "the model inside a node, with data_parallel_replicas=num_nodes if replicas share its "
-            "states; or leave snapshots out"
+            "the model inside a node, and use data_parallel_replicas=num_nodes with shard; or "
+            "leave snapshots out"
         )
 
 
 def fetch_snapshot(
     path: Path, *, ranks_per_node: int, limit: timedelta
 ) -> tuple[Path, MemoryFolder]:
-    """Return the newest snapshot of a training, on every node, and the folder of its snapshots.
+    """Return the newest snapshot of a run, on every node, and the folder of its snapshots.
 
-    Nodes without it receive it from another node. If no node has one, this is the newest checkpoint
-    on the disk beside the link. Collective.
+    Nodes without this snapshot receive it from another node. If no node has a snapshot, the newest
+    checkpoint on the disk, beside the link, is returned instead. Collective.
 
     Args:
         path: A snapshot, the folder of snapshots, or the link to it; the same on all ranks.

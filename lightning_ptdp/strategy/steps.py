@@ -32,7 +32,7 @@ class StepHooks(CheckpointHooks):
     def batch_to_device(
         self, batch: Nested, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Nested:
-        """Move a batch, and note what can be read of it before without waiting for the device."""
+        """Move a batch to the device; record facts that can be read on the host without a wait."""
         moved = super().batch_to_device(batch, device, dataloader_idx)
         module = self.lightning_module
         owners = (module, getattr(module.trainer, "datamodule", None))
@@ -156,7 +156,7 @@ class StepHooks(CheckpointHooks):
             batch_idx: Its number.
             within: Returns the context of the forward.
         """
-        # an overlapped gather still writes the parameters that the context may exchange
+        # the context may exchange parameters that an overlapped gather is still writing
         self.engine.gradients.parameters_needed()
         with within():
             return self._evaluate(

@@ -74,14 +74,14 @@ class StopRequest:
         """Agree over ``group`` on requests to stop; return True if all ranks must end here.
 
         After SIGTERM on any rank, Lightning's loop ends on all ranks after the batch. After Ctrl-C
-        on any rank, all ranks must end here. Collective, with one message. On a GPU the answer is
-        that of the call before, except for the first call, so that the host need not wait.
+        on any rank, all ranks must end here. Collective, with one message. On a GPU, every call
+        except the first returns the answer of the previous call, so that the host need not wait.
 
         Args:
             group: Ranks that work on the same batches; None is this rank alone.
             device: Device with which the group communicates.
             interrupts: Whether Ctrl-C may end the ranks here.
-            beside: (n) int64, numbers whose maximum over the group is returned too.
+            beside: (n) int64, further numbers; their maximum over the group is returned too.
         """
         request = _TERMINATE if self.received else 0
         if interrupts and signal.SIGINT in self._notes.received:
@@ -134,8 +134,8 @@ def ending_children_on_sigterm(launcher: Launcher) -> Iterator[None]:
     SIGTERM kills the processes that ``launcher`` has started, then this one. By default it would
     end only this process, and the other ranks would look for its store until their time limit.
 
-    After an exception, Lightning restores the handler that it found, this one, when the context has
-    ended. The handler then holds nothing of the run, and ends only this process."""
+    After an exception, Lightning restores this handler, which it found, when the context has ended.
+    The handler then has no reference to the run, and ends only this process."""
     launchers = [launcher]
 
     def end(signum: int, _frame: FrameType | None) -> None:

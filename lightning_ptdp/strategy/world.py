@@ -196,7 +196,7 @@ class World(RunningStrategy):
     def _begin(self, layout: ParallelLayout, before: Run | None) -> Run:
         """Return the state of a new run.
 
-        Parts of the run before are reused, and the ranks agree on the seed and the name of the
+        Parts of the previous run are reused. The ranks agree on the seed and the name of the new
         run."""
         if layout.world_size > 1 and not dist.is_initialized():
             mesh, board = self._join(layout)

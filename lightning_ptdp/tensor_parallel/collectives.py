@@ -159,7 +159,7 @@ def reduce(x: Tensor, group: Group) -> Tensor:
 def total(x: Tensor, group: Group) -> Tensor:
     """Return the sum of ``x`` over the group as a new tensor, and sum its gradient too.
 
-    For a sum that each rank uses in a different computation.
+    Use it if each rank continues with a different computation.
     """
     return _exchange(_sum, _sum, x, group)
 

@@ -114,7 +114,7 @@ class TokenLoss:
         picked_n: Tensor,
         total_n: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Add some logits to what other words gave.
+        """Combine some logits with the results of other words.
 
         Args:
             logits_nk: Logits of k words.
@@ -135,7 +135,8 @@ class TokenLoss:
         """Sum the logits minus ``largest_n``; ``column_n`` as in ``summary``.
 
         Returns:
-            The targets', with smoothing the sum, and that of the exponentials, stacked (2 or 3, n).
+            Stacked (2 or 3, n): the targets' logits, the sum of the logits (only with smoothing),
+            and the sum of the exponentials.
         """
         shifted_nk = logits_nk - largest_n.unsqueeze(-1)
         sums = [_picked(shifted_nk, column_n)]

@@ -1,8 +1,8 @@
 """Output head fused with a cross entropy computed in chunks of the vocabulary.
 
 The full logits never exist. The forward pass keeps log Z of every token. The backward pass
-recomputes each chunk's logits (a third more products of the head), turns them into their gradient
-and multiplies on.
+recomputes each chunk's logits (a third more products of the head), replaces them by their gradient,
+and multiplies this gradient with the weight and the input.
 
 Chunks split the vocabulary and not the tokens. The weight gradient of a row is then one product
 over all tokens, accumulated once per microbatch.
@@ -58,7 +58,8 @@ def linear_cross_entropy(
     The value and the gradient are computed in float32.
 
     Args:
-        hidden: The head's input (..., h); a slice of the sequence if the plan gives the head one.
+        hidden: The head's input (..., h). Under sequence parallelism it is this rank's slice of the
+            sequence if the plan splits the sequence up to the head.
         head: The model's ``nn.Linear`` (h -> V), or the module by which the strategy replaced it.
             Its weight may be split over ranks, tied to an embedding, or frozen. A head that is not
             a plain ``nn.Linear``, or that has hooks, is called as a whole.

@@ -42,7 +42,7 @@ class ParallelPlan:
         after: Modules that run after the blocks.
         everywhere: Modules that every pipeline stage keeps, because their parameters are used
             without calling them (``F.linear(x, self.table.weight)``). Uses that the forward of an
-            example shows are found without it.
+            example shows need not be listed.
         selective: Glob patterns of the modules inside the blocks that ``recompute="selective"``
             recomputes. These keep many activations for the backward and are cheap, like the core of
             the attention (arXiv 2205.05198, section 5).
@@ -54,7 +54,7 @@ class ParallelPlan:
         collects: True if the forward uses the blocks' outputs for more than the next block (all
             hidden states, router losses). All block outputs are then sent to all later pipeline
             stages. Outputs requested from Hugging Face models (``output_hidden_states=True``) and
-            outputs that forward hooks on blocks see are sent without it.
+            outputs that forward hooks on blocks receive are sent even if this is False.
         why_not: Reasons why "sequence" or "pipeline" parallelism is not possible, for the error
             message.
 

@@ -4,8 +4,8 @@ If all ranks hold the same activation, they must drop the same elements. If each
 (heads, features, a slice of the sequence), they must drop different ones. A step therefore draws
 from a stream that all ranks share, and inside a region from a stream of the rank's own::
 
-    no sequence parallelism   after a column layer, up to the row layer
-    sequence parallelism      split within the blocks: there, except in their whole modules
+    no sequence parallelism   from a column layer to the next row layer
+    sequence parallelism      split within the blocks: in the blocks, except in ``Whole`` modules
                               split from embedding to head: everywhere; no stream is shared
 
 The seed of a rank's own stream is drawn from the shared one, so recomputation of activations
@@ -51,7 +51,7 @@ class SplitRandomness(Surrounding):
         device: Device whose generator is switched besides the CPU's.
         blocks: Name of the container of blocks, if the sequence is split only within them; None: no
             sequence parallelism.
-        returns: True if parts of the blocks are whole.
+        returns: True if the blocks contain ``Whole`` modules, which return to the shared stream.
     """
 
     def __init__(

@@ -1,13 +1,18 @@
-"""Refusal of functions that combine features of which each tensor rank has a part.
+"""Refusal of functions that combine features that are split over tensor ranks.
 
-The output of a column layer is split along its last dimension. A softmax over it, a norm, or two
-halves of it (``x.chunk(2, -1)``) would be those of the part.
+The output of a column layer is split along its last dimension. A softmax or a norm over it, or a
+split into two halves (``x.chunk(2, -1)``), would use only this rank's features, and is refused. So
+is a product of queries and keys that have not been split into heads, and a view with as many heads
+as the whole layer has.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,20 +23,29 @@ from lightning_ptdp.base.function_replacement import (
     PartialModelError,
     PartialValues,
     named_dims,
+    running_modules,
 )
 from lightning_ptdp.forward.surroundings import Context, Forward, Surrounding
 from lightning_ptdp.shims.torch import has_compiled_parts
 from lightning_ptdp.tensor_parallel.kinds.vocabulary import VocabularyParallelHead
 from lightning_ptdp.tensor_parallel.linear import ColumnParallelLinear
+from lightning_ptdp.tensor_parallel.named_modules import Numbers, matches
 
 _BY_PART = frozenset(("__getitem__", "chunk", "glu", "split", "tensor_split"))
 """Functions that take the parts of a fused layer apart."""
+_CONTRACTIONS = frozenset(("matmul", "__matmul__", "bmm", "scaled_dot_product_attention"))
+"""Functions that sum over the last dimension of their first argument."""
 
 
 class SplitFeatures(Surrounding):
-    """Watch of the outputs of column layers, in the first forward of each kind."""
+    """Watches the outputs of column layers during the first forward of each kind.
 
-    def __init__(self) -> None:
+    Args:
+        numbers: Plain attributes that the plan has divided by the number of tensor ranks.
+    """
+
+    def __init__(self, numbers: Numbers) -> None:
+        self._numbers = numbers
         self._seen: set[tuple[str, int]] = set()
         self._module: nn.Module | None = None
 
@@ -46,12 +60,20 @@ class SplitFeatures(Surrounding):
         if self._module is None or forward.kind in self._seen:
             return contextlib.nullcontext()
         self._seen.add(forward.kind)
-        return _watched(self._module)
+        return _watched(self._module, self._numbers)
 
 
 @contextlib.contextmanager
-def _watched(model: nn.Module) -> Iterator[None]:
-    features = _Features()
+def _watched(model: nn.Module, numbers: Numbers) -> Iterator[None]:
+    features = _Features(
+        {
+            (module, key)
+            for name, module in model.named_modules()
+            for pattern, keys in numbers.items()
+            if matches(name, pattern)
+            for key in keys
+        }
+    )
     with contextlib.ExitStack() as undo:
         for name, layer in model.named_modules():
             if isinstance(layer, ColumnParallelLinear) and not isinstance(
@@ -63,18 +85,27 @@ def _watched(model: nn.Module) -> Iterator[None]:
 
 
 class _Features(PartialValues):
-    """Mode that follows outputs of column layers through functions that keep their shape."""
+    """Mode that follows outputs of column layers through functions that keep their shape.
 
-    def __init__(self) -> None:
+    It also follows the parts of a fused layer.
+
+    Args:
+        divided: Modules and their attributes that have this rank's value.
+    """
+
+    def __init__(self, divided: Collection[tuple[nn.Module, str]]) -> None:
         super().__init__(self._refused)
         self._names: Any = WeakIdKeyDictionary()
         self._fused: set[str] = set()
+        self._numbers = divided
+        self._ranks = 1
 
     def note(self, name: str) -> Callable[[nn.Module, Any, Tensor], None]:
         """Return a forward hook of the column layer ``name``."""
 
         def follow(layer: nn.Module, _args: Any, output: Tensor) -> None:
             assert isinstance(layer, ColumnParallelLinear)
+            self._ranks = layer.group.size
             if len(layer.parts) > 1:
                 self._fused.add(name)
             self._names[output] = name
@@ -86,13 +117,24 @@ class _Features(PartialValues):
         self, name: str, parts: list[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
         x = args[0] if args else None
+        if name == "einsum" and isinstance(x, str):
+            for part in _contracted(x, args[1:]):
+                if part in self._names:
+                    raise self._refusal(self._names[part], name)
         if not isinstance(x, Tensor) or x not in self._names:
             return
         layer = self._names[x]
-        if x.shape != self._divided[layer][0] or (name in _BY_PART and layer in self._fused):
+        if name in ("view", "reshape", "unflatten"):
+            self._check_heads(layer, name, x, args[1:])
+            return
+        is_product = name in _CONTRACTIONS and any(
+            isinstance(other, Tensor) and other.dim() > 2 for other in (*args[1:], *kwargs.values())
+        )
+        is_output = x.shape == self._divided[layer][0]
+        if (not is_output and not is_product) or (name in _BY_PART and layer in self._fused):
             return
         last = x.dim() - 1
-        if name in ("layer_norm", "rms_norm"):
+        if is_product or name in ("layer_norm", "rms_norm"):
             combines = True
         elif name == "__getitem__":
             combines = _takes_block(args[1], x.dim())
@@ -103,13 +145,47 @@ class _Features(PartialValues):
         if combines:
             raise self._refusal(layer, name)
 
+    def _check_heads(self, layer: str, name: str, x: Tensor, args: Sequence[Any]) -> None:
+        """Refuse sizes of the whole layer in the place of this rank's."""
+        sizes = _sizes(name, x, args)
+        known = math.prod(size for size in sizes if size != -1)
+        if len(sizes) < 2 or not known:
+            return
+        rest, excess = divmod(x.numel(), known)
+        full = [rest if size == -1 else size for size in sizes]
+        keeps = math.prod(x.shape[:-1]) in accumulate(full[:-1], mul)
+        whole = math.prod(full[-2:]) == self._ranks * x.shape[-1]
+        if excess or (-1 not in sizes and rest != 1) or (whole and not keeps):
+            raise self._wrong_sizes(layer, name, f"with the sizes {tuple(sizes)}")
+        if not keeps or sizes[-2] == -1 or len(sizes) <= x.dim():
+            return
+        for module in running_modules():
+            numbers = {key: value for key, value in vars(module).items() if type(value) is int}
+            key = next((key for key, value in numbers.items() if value == full[-2]), None)
+            known_size = full[-1] in (value for other, value in numbers.items() if other != key)
+            if known_size or (module, key) in self._numbers:
+                return
+            if key is not None:
+                raise self._wrong_sizes(
+                    layer, name, f"with all heads, which {type(module).__name__}.{key} counts,"
+                )
+
+    def _wrong_sizes(self, layer: str, function: str, sizes: str) -> PartialModelError:
+        return PartialModelError(
+            f"{self.line} calls {function} {sizes} on the features of '{layer}', of which each "
+            f"tensor rank has a part. Let torch count the heads, as in {function}(..., -1, "
+            "head_size), or name the attribute that counts them in ParallelPlan(numbers="
+            "{'<module>': {'<attribute>': PerRank()}})"
+        )
+
     def _follow(self, func: Callable[..., Any], parts: list[Tensor], result: Tensor) -> Tensor:
         name = getattr(func, "__name__", "")
         # The output of the row layer may have the same shape.
         if self.line is None or name == "linear" or name in PRODUCTS:
             return parts[0]
         for part in parts:
-            if part.shape == result.shape:
+            is_part = name in _BY_PART and self._names[part] in self._fused
+            if part.shape == result.shape or (is_part and part.shape[:-1] == result.shape[:-1]):
                 self._names[result] = self._names[part]
                 return part
         if result.numel() == 1 and result.is_floating_point():
@@ -132,3 +208,24 @@ def _takes_block(index: object, dims: int) -> bool:
     if isinstance(last, slice):
         return last != slice(None) and (last.step is None or last.stop is not None)
     return last is not None and last is not Ellipsis
+
+
+def _contracted(equation: str, operands: Sequence[Any]) -> list[Tensor]:
+    """Return the operands of ``einsum`` whose last dimension is not one of the result's."""
+    inputs, _, output = equation.replace(" ", "").partition("->")
+    return [
+        operand
+        for letters, operand in zip(inputs.split(","), operands, strict=False)
+        if isinstance(operand, Tensor) and letters[-1:] not in output
+    ]
+
+
+def _sizes(name: str, x: Tensor, args: Sequence[Any]) -> list[int]:
+    """Return the sizes that a call of ``view``, ``reshape`` or ``unflatten`` gives to a tensor.
+
+    The list is empty for a dtype, and if another dimension than the last one is split.
+    """
+    if name == "unflatten":
+        return [*x.shape[:-1], *args[1]] if args[:1] in ((-1,), (x.dim() - 1,)) else []
+    sizes = list(args[0]) if args and isinstance(args[0], tuple | list) else list(args)
+    return sizes if all(type(size) is int for size in sizes) else []

@@ -1,6 +1,6 @@
-"""``verify``: comparison of a training in a layout with one in one process.
+"""``verify``: comparison of training in a layout with training in one process.
 
-A difference is narrowed down by trainings in smaller layouts.
+If they differ, smaller layouts are trained to find the axis that causes the difference.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def verify(
 ) -> Report:
     """Train a module for some steps in a layout and in one process, and compare everything.
 
-    Both trainings begin with the same values and read the same samples: one process reads the
-    batches of all replicas at once. The trainings run in forked processes. The caller's module,
+    Both runs begin with the same values and read the same samples: one process reads the batches of
+    all replicas at once. The runs are forked processes. The caller's module,
     strategy and data do not change, and nothing is written to the Trainer's folders.
 
     Args:
@@ -106,7 +106,7 @@ def verify(
 
 @dataclass
 class _Verification:
-    """The trainings of one verification.
+    """The training runs of one verification.
 
     Attributes:
         subject: Module, data and Trainer options to verify.

@@ -1,4 +1,4 @@
-"""Record of one training on one rank, and the callback that fills it."""
+"""Record of one training run on one rank, and the callback that fills it."""
 
 from __future__ import annotations
 

@@ -14,13 +14,16 @@
   each of them has created before*. Therefore all ranks must create the same number of groups, in
   the same order. If only some ranks need a group, the other ranks create one among themselves.
 - **Sharing.** Groups with equal ranks share a communicator, which runs its operations in the order
-  of issue. An urgent group shares none with reductions: it would wait behind their large buckets.
-  The default group is shared with none: the user may call it while a reduction runs. Nor are the
-  groups of a reduction in two levels, whose second collective a thread issues.
+  of issue. There are three exceptions. An urgent group does not share a communicator with
+  reductions, because it would have to wait for their large buckets. The default group has its own
+  communicator, because the user may call it while a reduction runs. The groups of a two-level
+  reduction have their own, because a thread issues their second collective.
 - **Thread blocks.** An operation starts when all its thread blocks fit on the GPU, one per SM. A
   receive that was posted early holds them until its message is sent. Channels therefore get few
   blocks, which leaves room for the collectives of a computation.
-- **Time.** A group waits longer than the hang guard, which names the rank and exits with code 1.
+- **Time.** A group's time limit is longer than that of the hang guard, which names the rank and
+exits
+  with code 1.
 """
 
 from __future__ import annotations

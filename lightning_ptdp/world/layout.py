@@ -31,7 +31,7 @@ from lightning_ptdp.world.axes import (
 )
 
 Sharding = Literal["none", "optimizer", "gradients", "parameters"]
-"""State that replicas share instead of each keeping all of it; a value includes those before it."""
+"""State that is sharded over the replicas; each value includes the values before it."""
 
 
 @dataclass(frozen=True, kw_only=True)

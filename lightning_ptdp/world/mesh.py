@@ -26,7 +26,7 @@ from lightning_ptdp.world.communicators import (
 )
 from lightning_ptdp.world.layout import ParallelLayout
 
-_BEYOND_GUARD = 2  # times the limit: later than any of the hang guard's
+_BEYOND_GUARD = 2  # times the limit: later than every limit of the hang guard
 _CPU = torch.device("cpu")
 T = TypeVar("T")
 
@@ -90,7 +90,7 @@ class Group:
         return Group, (self.handle if self.handle is None else LostHandle(), self.ranks, self.rank)
 
     def __deepcopy__(self, memo: Any) -> Group:
-        """Return self: the copy of a module uses the process group that this process has once."""
+        """Return self: the copy of a module uses the same process group."""
         return self
 
 
@@ -239,7 +239,7 @@ class ProcessMesh:
 
 
 def default_group_options(backend: str, device: torch.device, limit: timedelta) -> dict[str, Any]:
-    """Return the arguments of ``init_process_group`` that the contract demands."""
+    """Return the arguments of ``init_process_group`` that communicators.py requires."""
     if backend != "nccl":
         return {"timeout": limit}
     return {"timeout": _BEYOND_GUARD * limit, "device_id": device if binds_device() else None}

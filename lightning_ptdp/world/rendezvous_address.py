@@ -21,7 +21,7 @@ _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 def meeting_store(
     address: str, port: int, *, keeps: bool, one_machine: bool, limit: timedelta
 ) -> dist.Store:
-    """Return the store at ``address``; rank 0 ``keeps`` it, unless torchrun does.
+    """Return the store at ``address``; rank 0 hosts it (``keeps``), unless torchrun does.
 
     torch's own store listens on all interfaces, even if its address belongs to one of them.
 
@@ -50,7 +50,8 @@ def meeting_store(
 def reserved_port() -> Iterator[int]:
     """Reserve a free port of the loopback interface for a process that this one starts.
 
-    The port is bound but not listened at, so that only a process that names it can take it.
+    The port is bound, but nothing listens on it. Only a process that is given the number can use
+    it.
     """
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

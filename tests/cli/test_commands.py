@@ -178,6 +178,7 @@ BAD = [
         f"ptdp fit {ONE} --trainer.accelerator gpu",
         "trainer.accelerator=gpu, but torch finds no GPU .*--trainer.accelerator cpu",
     ),
+    (f"ptdp fit {ONE} --trainer.accelerator tpu", "trainer.accelerator=tpu must be one of"),
     ("ptdp fit --config gpt/124m", "torch finds no GPU"),
     (f"ptdp fit {ONE} --ckpt_path text.ckpt", "--ckpt_path text.ckpt is not a checkpoint"),
     (
@@ -277,7 +278,7 @@ BAD = [
         "val_check_interval=0 must be greater than 0",
     ),
     (f"ptdp fit {NANO} --trainer.log_every_n_steps=-1", "log_every_n_steps=-1 must be 0"),
-    (f"ptdp fit {NANO} --trainer.accelerator quantum", "invalid accelerator name"),
+    (f"ptdp fit {NANO} --trainer.accelerator quantum", "trainer.accelerator=quantum must be one of"),
     (f"ptdp fit {NANO} --trainer.profiler nonsense", "profiler"),
     (f"ptdp fit {NANO} --trainer.logger Nothing", "logger=Nothing is not an existing class"),
     (

@@ -316,7 +316,7 @@ def test_replicated_adapter_weights_stay_equal_with_dropout(model, layout, pool)
 
 def test_sharing_of_quantized_weights_is_refused_before_training(tmp_path):
     quantization = pytest.importorskip("torchao.quantization")
-    refusal = r"q_proj.weight' is a Int8Tensor of torchao.quantization.* cannot share between"
+    refusal = r"q_proj.weight' is a Int8Tensor of torchao.quantization.* cannot shard over"
 
     def quantize(layers):
         quantization.quantize_(layers, quantization.Int8WeightOnlyConfig())

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_ptdp import ParallelPlan
-from lightning_ptdp.tensor_parallel import Column
+from lightning_ptdp.tensor_parallel import Column, PerRank
 from tests.letters import T
 from tests.parity import Training
 
@@ -28,14 +28,17 @@ class Block(nn.Module):
 
 
 class LitBlocks(L.LightningModule):
-    def __init__(self, between, outputs=INNER, extra=nn.Identity, kinds=None):
+    def __init__(self, between, outputs=INNER, extra=nn.Identity, kinds=None, numbers=None):
         super().__init__()
+        self.numbers = numbers or {}
         self.h = nn.ModuleList(Block(between, outputs, extra) for _ in range(2))
         self.kinds = kinds
 
     def configure_parallel(self):
         return ParallelPlan(
-            blocks="h", tensor={"h.*.up": "column", "h.*.down": "row", **(self.kinds or {})}
+            blocks="h",
+            tensor={"h.*.up": "column", "h.*.down": "row", **(self.kinds or {})},
+            numbers=self.numbers,
         )
 
     def training_step(self, batch, batch_idx):
@@ -65,15 +68,59 @@ REFUSED = {
     "pad": (lambda h, extra: F.pad(h, (1, -1)), {}),
     "__getitem__": (lambda h, extra: h * h[..., :1], {}),
     "max": (lambda h, extra: h / h.max(), {}),
+    "matmul": (lambda h, extra: torch.matmul(h, h.mT) @ h, {}),
+    "einsum": (lambda h, extra: torch.einsum("bqf,bkf->bqk", h, h) @ h, {}),
+    "scaled_dot_product_attention": (
+        lambda h, extra: F.scaled_dot_product_attention(h, h, h),
+        {},
+    ),
 }
+
+
+class Heads(nn.Module):
+    """Distribution over the features of each of four heads."""
+
+    def __init__(self, *sizes):
+        super().__init__()
+        self.heads, self.sizes = 4, sizes
+
+    def forward(self, h):
+        parts = h.reshape(*h.shape[:-1], *(self.sizes or (self.heads, -1)))
+        return parts.softmax(-1).flatten(-2)
+
+
+class WholeHeads(Heads):
+    def __init__(self):
+        super().__init__(4, INNER // 4)
+
+
+class CountedHeads(Heads):
+    def __init__(self):
+        super().__init__(-1, INNER // 4)
+
+
+def heads_of_parts(h, extra):
+    return sum(extra(part) for part in h.chunk(2, -1))
+
+
+PARTS = {**HALF, "kinds": {"h.*.up": Column(parts=(INNER // 2,) * 2)}}
+OF_HEADS = {
+    "all heads": (lambda h, extra: extra(h), {"extra": Heads}),
+    "all heads of parts": (heads_of_parts, {"extra": Heads, **PARTS}),
+    "sizes": (lambda h, extra: extra(h), {"extra": WholeHeads}),
+}
+DIVIDED = {"numbers": {"h.*.extra": {"heads": PerRank()}}}
 EQUAL = {
     "elementwise": (lambda h, extra: F.gelu(h) * h[..., ::1].sigmoid() + h.clamp(max=1), {}),
     "of heads": (lambda h, extra: h.reshape(*h.shape[:-1], -1, 4).softmax(-1).flatten(-2), {}),
-    "of parts": (halves, {**HALF, "kinds": {"h.*.up": Column(parts=(INNER // 2,) * 2)}}),
+    "of parts": (halves, PARTS),
+    "counted heads": (lambda h, extra: extra(h), {"extra": CountedHeads}),
+    "divided heads": (lambda h, extra: extra(h), {"extra": Heads, **DIVIDED}),
+    "divided heads of parts": (heads_of_parts, {"extra": Heads, **PARTS, **DIVIDED}),
     "partial": (lambda h, extra: extra(h), {"extra": nn.PReLU, "kinds": {"h.*.extra": "partial"}}),
 }
 UNDECLARED = {"undeclared": (lambda h, extra: extra(h), {"extra": nn.PReLU})}
-CASES = REFUSED | EQUAL | UNDECLARED
+CASES = REFUSED | OF_HEADS | EQUAL | UNDECLARED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +151,15 @@ def test_function_of_split_features_is_refused_with_its_line(name, pool):
     for message in pool.run(refused, world_size=2, args=(run,)):
         assert "test_split_features.py, line" in message
         assert f"calls {name} over the features of 'h.0.up'" in message
+
+
+@pytest.mark.parametrize("name", OF_HEADS)
+def test_heads_of_whole_layer_are_refused_with_remedy(name, pool):
+    run = Run(case=name).on((2, {T: 2}))
+    wrong = "with the sizes (8, 3, 4, 8)" if name == "sizes" else "which Heads.heads counts"
+    for message in pool.run(refused, world_size=2, args=(run,)):
+        assert "calls reshape" in message and wrong in message
+        assert "'h.0.up'" in message and "reshape(..., -1, head_size)" in message
 
 
 @pytest.mark.parametrize("name", EQUAL)

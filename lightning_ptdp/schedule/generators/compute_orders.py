@@ -200,13 +200,13 @@ def zb_v(p: int, v: int, m: int) -> Orders:
     return weights_in_gaps(orders, num_stages=2 * p, num_microbatches=m, limit=2 * p)
 
 
-# ---- DualPipe cut in half: forwards of one chunk beside backwards of the other -------------------
+# ---- DualPipe cut in half: forwards of one chunk paired with backwards of the other --------------
 #
 # See arXiv 2412.19437, section 3.2.1.
 
 
 def dualpipe_v(p: int, v: int, m: int) -> Orders:
-    """Return DualPipeV: two chunks in a V, a forward of one beside a backward of the other.
+    """Return DualPipeV: two chunks in a V, a forward of one paired with a backward of the other.
 
     DualPipe feeds microbatches from both ends into two copies of the model. Cut in half, its
     mirrored half becomes the way back up the V. Weight gradients are deferred only among the last

@@ -120,7 +120,7 @@ def _held_interleaved(p: int, v: int, m: int, rank: int) -> int:
 
 def _bubble_dualpipe_v(p: int, v: int, forward: float, backward: float, weight: float) -> float:
     # The paper's (p - 1) (T_F + T_B - T_W) of a chunk, plus the excess of backwards that are longer
-    # than the forwards beside them.
+    # than the forwards that they are paired with.
     excess = (p - 1) * (backward - weight - forward) - forward
     return ((p - 1) * max(0.0, forward + backward - 2 * weight) + max(0.0, excess)) / 2
 

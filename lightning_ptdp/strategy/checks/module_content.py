@@ -129,8 +129,8 @@ def check_quantized(model: nn.Module, config: PTDPConfig, layout: ParallelLayout
     """Check that the ranks can use a library's quantized weights as they are.
 
     Raises:
-        ValueError: Tensor or expert parallelism would have to cut one, replicas to share one of
-            torchao, or the optimizer to step on it.
+        ValueError: A weight would have to be split by tensor or expert parallelism, sharded over
+            replicas (torchao), or stepped on by the optimizer.
     """
     for name, parameter in quantized_parameters(model).items():
         kind = f"'{name}' is a {type(parameter).__name__} of {type(parameter).__module__}"
@@ -138,8 +138,8 @@ def check_quantized(model: nn.Module, config: PTDPConfig, layout: ParallelLayout
         packed = is_packed(parameter) and isinstance(layer, nn.Linear)
         if config.shard == "parameters" and not packed:
             raise ValueError(
-                f"{kind} in {type(layer).__name__}, which shard='parameters' cannot share between "
-                "replicas: it shares the elements of linear layers, one byte each. Use "
+                f"{kind} in {type(layer).__name__}, which shard='parameters' cannot shard over "
+                "replicas: it shards only weights of linear layers with one byte per element. Use "
                 "shard='gradients', Int8WeightOnlyConfig, or transformers.BitsAndBytesConfig"
             )
         if parameter.requires_grad:
@@ -248,7 +248,7 @@ def check_hooks(model: nn.Module, kinds: Mapping[str, Kind]) -> None:
 
 
 def check_hooks_before_sums(model: nn.Module, config: PTDPConfig, layout: ParallelLayout) -> None:
-    """Check hooks on gradients that are not yet summed over microbatches and replicas.
+    """Check hooks that see gradients before they are summed over microbatches and replicas.
 
     Collective over the world. All ranks raise the same error; rank 0 warns."""
     has_replicas = layout.size("replica_sum") > 1

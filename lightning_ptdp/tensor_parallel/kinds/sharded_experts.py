@@ -36,7 +36,7 @@ _GROUPED = "grouped_mm"
 
 
 class ReadOnce(Surrounding):
-    """Surrounding in which a recomputation uses the numbers that its forward has read."""
+    """Surrounding that lets a recomputation reuse the numbers that its forward read."""
 
     def __init__(self) -> None:
         self._numbers: list[HostNumbers] = []
