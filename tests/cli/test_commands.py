@@ -278,7 +278,10 @@ BAD = [
         "val_check_interval=0 must be greater than 0",
     ),
     (f"ptdp fit {NANO} --trainer.log_every_n_steps=-1", "log_every_n_steps=-1 must be 0"),
-    (f"ptdp fit {NANO} --trainer.accelerator quantum", "trainer.accelerator=quantum must be one of"),
+    (
+        f"ptdp fit {NANO} --trainer.accelerator quantum",
+        "trainer.accelerator=quantum must be one of",
+    ),
     (f"ptdp fit {NANO} --trainer.profiler nonsense", "profiler"),
     (f"ptdp fit {NANO} --trainer.logger Nothing", "logger=Nothing is not an existing class"),
     (
