@@ -290,9 +290,20 @@ class PTDPConfig(Degrees):
         """Return True if each replica keeps a part of the gradients."""
         return self.shard in ("gradients", "parameters")
 
-    def shared(self, layout: ParallelLayout) -> Sharding:
+    def sharded_state(self, layout: ParallelLayout) -> Sharding:
         """Return what is sharded over the ranks that sum gradients; "none" for a single rank."""
         return self.shard if layout.size("replica_sum") > 1 else "none"
+
+    def option_that_joins(self, layout: ParallelLayout, *, training: bool) -> str:
+        """Return the option by which replicas communicate in every microbatch; "" if none does.
+
+        They must then compute the same number of microbatches.
+        """
+        for axis in layout.blocked:
+            return f"{axis.name}_parallel_size={layout.size(axis.name)}"
+        shard = self.sharded_state(layout)
+        joins = shard == "parameters" or (training and shard == "gradients")
+        return f"shard={shard!r}" if joins else ""
 
     @property
     def reason_for_copies(self) -> str:

@@ -120,7 +120,7 @@ def parallelize(  # noqa: PLR0913
     full_parameters = WholeParameters.of(module)
     view = UncutView(module, full_parameters.names) if layout.divides_model else None
     # With sharded parameters, values are drawn when a replica's part of them is known.
-    late = config.shared(layout) == "parameters"
+    late = config.sharded_state(layout) == "parameters"
     materialize = Materializer(module, seed=seed, device=device, left=left, late=late)
 
     cut: PipelineCut | None = None

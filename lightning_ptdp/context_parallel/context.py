@@ -109,7 +109,7 @@ class ContextParallel(Surrounding):
     _sizes: frozenset[int] = field(default=frozenset(), repr=False)
     _watched: set[tuple[str, int]] = field(default_factory=set, repr=False)
     _seen: dict[int, set[tuple[bool, int]]] = field(default_factory=dict, repr=False)
-    _full: set[tuple[int, int | None]] = field(default_factory=set, repr=False)
+    _full: dict[tuple[int, int | None], Tensor] = field(default_factory=dict, repr=False)
 
     def attach(self, module: nn.Module) -> Callable[[], None]:
         """Store the module whose forwards are intercepted: the LightningModule, or a model."""
@@ -171,8 +171,11 @@ class ContextParallel(Surrounding):
     def moved(self, before: Any, after: Any) -> None:
         """Record padding masks that hide nothing, while they can be read on the host."""
         here, there = (padding_masks(batch) for batch in (before, after))
-        pairs = zip(here, there, strict=True) if len(here) == len(there) else ()
-        self._full = {_identity(mask) for read, mask in pairs if not may_hide(read)}
+        pairs = list(zip(here, there, strict=True)) if len(here) == len(there) else []
+        self._full = {_identity(mask): mask for _, mask in pairs}  # no other gets their addresses
+        for read, mask in pairs:
+            if may_hide(read):
+                self._full.pop(_identity(mask), None)
 
     def recomputation(self, forward: Forward) -> Contexts | None:
         """Intercept the recomputation too, so that it attends over the full sequence."""

@@ -6,20 +6,20 @@ They are started, accumulated, summed, and shown to the optimizer.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from lightning_ptdp.config import PTDPConfig
-from lightning_ptdp.data_parallel.flat_parameters import FlatParameters
 from lightning_ptdp.data_parallel.gradient_store import GradientStore, make_store, needs_masters
 from lightning_ptdp.data_parallel.optimizer_parameters import (
     OptimizerParameters,
     ParameterGather,
     is_cut_for_step,
 )
+from lightning_ptdp.data_parallel.sharded_parameters import ShardedParameters
 from lightning_ptdp.data_parallel.step_gradients import StepGradients
 from lightning_ptdp.data_parallel.unused_gradients import UnusedGradients
 from lightning_ptdp.parameters.managed_parameter import ManagedParameters
@@ -37,10 +37,10 @@ class Gradients:
         config: The strategy's options.
         mesh: This rank's position and groups.
         parameters: This rank's parameters.
+        count: Number of the uncut model's parameters.
         launched: Called for every reduction that starts, with its chunk and its ``Pending``.
         device: This rank's device.
-        flats: Storage of sharded parameters.
-        computing: Returns the context of a backward.
+        shards: Sharded parameters; None: they are not sharded.
 
     Attributes:
         step: The gradients that the optimizer sees.
@@ -58,13 +58,13 @@ class Gradients:
         config: PTDPConfig,
         mesh: ProcessMesh,
         parameters: ManagedParameters,
+        count: int,
         launched: Callable[[int | None, Any], None],
         device: torch.device,
-        flats: Sequence[FlatParameters] = (),
-        computing: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+        shards: ShardedParameters | None = None,
     ) -> None:
-        self._flats = flats
-        self._computing = computing
+        self._flats = () if shards is None else shards.flats
+        self._computing = contextlib.nullcontext if shards is None else shards.computing
         self._module = module
         self._config = config
         self._mesh = mesh
@@ -79,7 +79,7 @@ class Gradients:
         self.clears = True
         self._open = False
         self._left: dict[Tensor, Tensor] = {}
-        self._unused = UnusedGradients(parameters, mesh=mesh, device=device)
+        self._unused = UnusedGradients(parameters, count=count, mesh=mesh, device=device)
 
     def prepare(self, optimizer: Any, *, apart: bool, defers: bool = False) -> bool:
         """Lay out the gradients and the optimizer's tensors.

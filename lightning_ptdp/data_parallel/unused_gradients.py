@@ -21,17 +21,18 @@ class UnusedGradients:
 
     Args:
         parameters: This rank's parameters.
+        count: Number of the uncut model's parameters.
         mesh: This rank's position and groups.
         device: This rank's device.
     """
 
     def __init__(
-        self, parameters: ManagedParameters, *, mesh: ProcessMesh, device: torch.device
+        self, parameters: ManagedParameters, *, count: int, mesh: ProcessMesh, device: torch.device
     ) -> None:
         # Stages and tensor ranks may share a parameter that only some of them use.
         self._group = mesh.world
         orders = [managed.order for managed in parameters.values()]
-        self._held = torch.zeros(max((m.among for m in parameters.values()), default=0))
+        self._held = torch.zeros(count)
         self._held[orders] = 1
         self._held = self._held.to(device, torch.uint8)
         self._wait: Callable[[], object] = bool  # for the last exchange

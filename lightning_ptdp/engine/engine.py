@@ -129,7 +129,12 @@ class Engine:
         )
         self.gradients = self.optimization.gradients
         self._buffers = ReplicaBuffers(module, mesh.group("replica_sum"))
-        self.agreement = RankAgreement(mesh, sizes=self._sizes, device=device)
+        self.agreement = RankAgreement(
+            mesh,
+            sizes=self._sizes,
+            device=device,
+            joined_by=config.option_that_joins(mesh.layout, training=True),
+        )
         self._inspection = FirstBatchInspection(
             config=config, mesh=mesh, module=module, owners=self._owners
         )
@@ -310,15 +315,20 @@ class Engine:
                 self._runtime, schedule, rows=rows, mesh=self._mesh, device=self._device
             )
 
-    def compare_lengths(self, length: int | None) -> bool:
-        """Return True if the replicas evaluate the same number of batches.
+    def compare_lengths(self, length: int | None, samples: int | None) -> bool:
+        """Return True if the replicas evaluate the same numbers of batches and microbatches.
 
-        In that case they may communicate after each batch. The call is collective over the
-        replicas. ``length`` is this rank's number of batches; None if its loader has no length.
+        With the same number of batches they may communicate after each batch. Collective over the
+        replicas.
+
+        Args:
+            length: This rank's number of batches; None if its loader has no length.
+            samples: Number of samples in these batches; None if it is unknown.
         """
         equal = self.agreement.is_same_length(length)
         self._replicas_in_step &= equal
-        return equal
+        one_each = not self._config.cuts_forward
+        return (self.agreement.is_same_length(samples or 0) or one_each) and equal
 
     def _sizes(self, batch: Nested) -> tuple[int, ...]:
         """Return the numbers of samples in the microbatches."""

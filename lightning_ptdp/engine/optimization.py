@@ -60,10 +60,10 @@ class Optimization:
             config=config,
             mesh=mesh,
             parameters=parallel.parameters,
+            count=len(parallel.names),
             launched=observers.reducing,
             device=device,
-            flats=() if parallel.shards is None else parallel.shards.flats,
-            computing=parallel.computing,
+            shards=parallel.shards,
         )
         self.manual: ManualGradients | None = None
         self.losses: Sequence[Tensor] = []

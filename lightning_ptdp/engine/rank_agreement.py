@@ -163,6 +163,8 @@ class RankAgreement:
         sizes: Returns the numbers of samples in a batch's microbatches; raises ValueError for a
             batch that cannot be split.
         device: This rank's device.
+        joined_by: Option by which replicas communicate in every microbatch of a training step; ""
+            if none does.
 
     Attributes:
         expected_tokens: Expected number of tokens in a replica's batch, the largest of all
@@ -170,8 +172,14 @@ class RankAgreement:
     """
 
     def __init__(
-        self, mesh: ProcessMesh, *, sizes: Callable[[Nested], Sequence[int]], device: torch.device
+        self,
+        mesh: ProcessMesh,
+        *,
+        sizes: Callable[[Nested], Sequence[int]],
+        device: torch.device,
+        joined_by: str,
     ) -> None:
+        self._joined_by = joined_by
         self._mesh = mesh
         self._sizes = sizes
         self._device = device
@@ -197,7 +205,9 @@ class RankAgreement:
             except ValueError:  # the step itself refuses such a batch
                 sizes = ()
             tokens = expected_tokens(batch, sum(sizes))
-            parts.append(torch.tensor([tokens]).to(self._device, non_blocking=True))
+            # A batch that the step refuses has no microbatches, and changes neither maximum.
+            counts = [tokens, len(sizes), -len(sizes) or _NOTHING]
+            parts.append(torch.tensor(counts).to(self._device, non_blocking=True))
             parts.append(label_spread(batch, () if self._warned else sizes, device=self._device))
         return torch.cat(parts) if parts else None
 
@@ -205,11 +215,18 @@ class RankAgreement:
         """Take the maximum of the numbers over the ranks.
 
         Raises:
-            BatchMismatchError: On all ranks: the ranks of a replica read different batches.
+            BatchMismatchError: On all ranks: the ranks of a replica read different batches, or
+                replicas that must compute equally many microbatches do not.
         """
         if training and numbers:
-            *numbers, self.expected_tokens, most, least = numbers
+            *numbers, self.expected_tokens, many, few, most, least = numbers
             self.note_spread((most, least))
+            if self._joined_by and many != -few:
+                raise BatchMismatchError(
+                    f"the replicas' batches have between {-few} and {many} microbatches, but with "
+                    f"{self._joined_by} the replicas communicate in every microbatch. Give every "
+                    "replica batches of the same size, as DistributedSampler does"
+                )
         for replica, (high, low) in enumerate(zip(numbers[::2], numbers[1::2], strict=True)):
             if high != -low:  # otherwise training would silently give meaningless results
                 raise BatchMismatchError(

@@ -27,7 +27,6 @@ class ManagedParameter:
         placement: Its place in the full tensor, and its copies on other ranks.
         name: Global name, the first under which the uncut model registers it.
         order: Position among the uncut model's parameters.
-        among: Number of these parameters.
         stages: Local pipeline stages that use it.
         held: Values that this rank keeps between the steps: the parameter's, or a flat part.
         held_placement: Place of ``held`` in the full tensor.
@@ -44,7 +43,6 @@ class ManagedParameter:
     placement: Placement
     name: str = ""
     order: int = 0
-    among: int = 0
     stages: tuple[int, ...] = (0,)
     stays_whole: bool = False
     held: Tensor | None = field(init=False)
@@ -177,7 +175,6 @@ def manage_parameters(
             ),
             name=name,
             order=whole.order[name],
-            among=len(whole.order),
             stages=tuple(sorted(stages)),
         )
     return managed

@@ -83,7 +83,7 @@ class CheckpointHooks(World):
             engine=self._engine,
             optimizers=self.optimizers,
             named_groups=self._named_groups,
-            shards_parameters=self.config.shared(self.layout) == "parameters",
+            shards_parameters=self.config.sharded_state(self.layout) == "parameters",
             waiting_in=self.waiting_in,
         )
 
@@ -176,7 +176,7 @@ class CheckpointHooks(World):
             return "async_save=True writes folders"
         if self.config.snapshot_every_n_steps:
             return f"snapshot_every_n_steps={self.config.snapshot_every_n_steps} writes folders"
-        if self.config.shared(self.layout) != "none":
+        if self.config.sharded_state(self.layout) != "none":
             return f"shard={self.config.shard!r} cuts the optimizer's states"
         return self.config.reason_for_copies if self.model_space.steps_on_copies else ""
 

@@ -161,7 +161,7 @@ def _make_trials(
                     along="apart",
                 )
             )
-        if dims and config.shared(layout) != "none":
+        if dims and config.sharded_state(layout) != "none":
             cuts.add(Cut(option=f"shard={config.shard!r}", dims=max(*dims, 1), along="flat"))
         trials.append(
             GroupTrial(cuts=frozenset(cuts), dims=dims, state=constructed_state(optimizer, group))

@@ -273,13 +273,18 @@ class SetupHooks(StepHooks):
                 evaluate different numbers of batches.
         """
         if self._engine is not None and not self.lightning_module.trainer.training:
-            equal_lengths = self._engine.compare_lengths(self._names.sized_len(dataloader))
-            for axis in self.layout.blocked if not equal_lengths else ():
+            sized_len = self._names.sized_len
+            batches = getattr(dataloader, "batch_sampler", None)
+            equal = self._engine.compare_lengths(
+                sized_len(dataloader), sized_len(getattr(batches, "sampler", None))
+            )
+            option = self.config.option_that_joins(self.layout, training=False)
+            if option and not equal:
                 raise self.refusal(
-                    f"{axis.name}_parallel_size={self.layout.size(axis.name)} makes the "
-                    "replicas wait for each other in every layer, so all of them must "
-                    "evaluate the same number of batches. Use a loader with a length, and a "
-                    "sampler that distributes the samples evenly, such as DistributedSampler"
+                    f"{option} makes the replicas wait for each other in every layer, so all of "
+                    "them must evaluate the same number of batches, of the same sizes. Use a "
+                    "loader with a length, and a sampler that distributes the samples evenly, such "
+                    "as DistributedSampler"
                 )
         if self.layout.divides_model:
             replica = self.layout.replica(self.global_rank)

@@ -80,7 +80,7 @@ class StopRequest:
         Args:
             group: Ranks that work on the same batches; None is this rank alone.
             device: Device with which the group communicates.
-            interrupts: Whether Ctrl-C may end the ranks here.
+            interrupts: Whether a signal may end the ranks here. If not, a later call reports it.
             beside: (n) int64, further numbers; their maximum over the group is returned too.
         """
         request = _TERMINATE if self.received else 0
@@ -89,7 +89,7 @@ class StopRequest:
         maxima: Sequence[int] = ()
         if group is not None:
             request, *maxima = self._agree(request, beside, group, device)
-        if request == _TERMINATE:
+        if request == _TERMINATE and interrupts:
             announce_sigterm(self._trainer)
         return request == _INTERRUPT, maxima
 

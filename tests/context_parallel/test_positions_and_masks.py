@@ -113,3 +113,27 @@ def test_mask_is_known_only_if_all_calls_were_alike(calls, known):
             model(running.batch["input_ids"])
             running.attention.seen |= calls
     assert (running.known is not None) == known
+
+
+def test_padding_is_seen_in_mask_at_address_or_in_storage_of_full_mask():
+    surrounding = context(needs_positions=False)
+    surrounding.attach(nn.Linear(1, 1))
+    ids = torch.zeros(4, 1024, dtype=torch.long)
+    padding = torch.arange(1024).expand(4, -1) < 512
+
+    def sees_padding(masks):
+        batch = {"input_ids": ids} | masks
+        return surrounding._begin(batch, set()).attention.padded
+
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    surrounding.moved(batch, batch)
+    assert not sees_padding({"attention_mask": batch["attention_mask"]})
+    del batch
+    # The allocator reuses memory: these masks would be at the address of the full one.
+    masks = [padding.long() for _ in range(3)]
+    assert all(sees_padding({"attention_mask": mask}) for mask in masks)
+
+    both = torch.stack([torch.ones_like(ids), padding.long()])
+    batch = {"input_ids": ids, "padding_mask": both[0], "attention_mask": both[1]}
+    surrounding.moved(batch, batch)
+    assert sees_padding({"attention_mask": both[1]})

@@ -72,7 +72,7 @@ def check_model(
     check_accumulation_hooks(hooks_by_name(module), config)
     check_max_norm(module, layout)
     blocks_stay = config.recompute == "none" and config.compile != "blocks" and config.fp8 is None
-    if not layout.divides_model and blocks_stay and config.shared(layout) != "parameters":
+    if not layout.divides_model and blocks_stay and config.sharded_state(layout) != "parameters":
         return None
     if CUT_MARK in vars(module):
         raise ValueError(

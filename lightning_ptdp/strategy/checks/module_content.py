@@ -185,7 +185,7 @@ def check_compiled(model: nn.Module, layout: ParallelLayout) -> None:
 def check_skipped_layers(model: nn.Module, config: PTDPConfig, layout: ParallelLayout) -> None:
     if layout.pipeline_parallel_size > 1:
         reason = "pipeline stages wait for each other's layers", "pipeline_parallel_size=1"
-    elif config.shared(layout) == "parameters" and config.reshards_after == "block":
+    elif config.sharded_state(layout) == "parameters" and config.reshards_after == "block":
         reason = "all replicas must gather the same layers", "reshard_after='step'"
     else:
         return

@@ -66,7 +66,7 @@ def _check_manual_optimization(strategy: CheckpointHooks, trainer: Trainer) -> I
             "backward runs, not training_step. Use automatic optimization, or only data "
             "parallelism (validate, test and predict run in any layout)"
         )
-    if config.shared(strategy.layout) != "none":
+    if config.sharded_state(strategy.layout) != "none":
         yield (
             "automatic_optimization=False (manual optimization) cannot run with "
             f"shard={config.shard!r}, because several optimizers cannot step on shards of "
@@ -184,7 +184,7 @@ def _check_overlap(strategy: CheckpointHooks, trainer: Trainer) -> Iterator[str]
 
 
 def _check_callbacks(strategy: CheckpointHooks, trainer: Trainer) -> Iterator[str]:
-    if strategy.config.shared(strategy.layout) == "parameters":
+    if strategy.config.sharded_state(strategy.layout) == "parameters":
         reason = "with shard='parameters'"
         remedy = "shard='gradients'"
     elif strategy.layout.divides_model:
@@ -248,7 +248,7 @@ def _name_of(trainer: Trainer, kind: type) -> str | None:
 
 def _steps_on_copies(strategy: CheckpointHooks, trainer: Trainer) -> bool:
     return (
-        strategy.config.shared(strategy.layout) != "none"
+        strategy.config.sharded_state(strategy.layout) != "none"
         or strategy.config.offload_optimizer
         or (strategy.config.master_weights and _is_half(strategy, trainer))
     )
