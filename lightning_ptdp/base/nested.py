@@ -86,7 +86,6 @@ def _name(container: Nested, key: object, name: str) -> str:
 def map_named(
     value: Nested,
     function: Callable[[str, Tensor], Nested],
-    on_list: Callable[[Nested], Nested] | None = None,
     *,
     name: str = "",
 ) -> Nested:
@@ -97,7 +96,6 @@ def map_named(
     Args:
         value: The value to rebuild.
         function: Applied to the name and the tensor.
-        on_list: Applied to lists and tuples without tensors and further nesting, if given.
         name: Name of the key or field above ``value``.
     """
     if isinstance(value, Tensor):
@@ -105,23 +103,13 @@ def map_named(
     items = children(value)
     if items is None:
         return value
-    if on_list is not None and value and isinstance(value, (list, tuple)):
-        nested = any(isinstance(v, (Tensor, Mapping, list, tuple)) for v in value)
-        if not nested and not hasattr(value, "_fields"):
-            return on_list(value)
-    mapped = {
-        key: map_named(item, function, on_list, name=_name(value, key, name)) for key, item in items
-    }
+    mapped = {key: map_named(item, function, name=_name(value, key, name)) for key, item in items}
     return rebuilt(value, mapped)
 
 
-def map_tensors(
-    value: Nested,
-    on_tensor: Callable[[Tensor], Nested],
-    on_list: Callable[[Nested], Nested] | None = None,
-) -> Nested:
+def map_tensors(value: Nested, on_tensor: Callable[[Tensor], Nested]) -> Nested:
     """Apply ``map_named`` without names."""
-    return map_named(value, lambda _, tensor: on_tensor(tensor), on_list)
+    return map_named(value, lambda _, tensor: on_tensor(tensor))
 
 
 def named_tensors(value: Nested, name: str = "") -> list[tuple[str, Tensor]]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any, TypeVar
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,11 +16,8 @@ from lightning_ptdp.base.nested import (
     children,
     images_by_sample,
     iterate_tensors,
-    map_tensors,
     rebuilt,
 )
-
-_T = TypeVar("_T")
 
 
 def microbatch_sizes(samples: int, count: int) -> tuple[int, ...]:
@@ -38,7 +35,8 @@ def split_batch(
 ) -> list[Nested]:
     """Return one batch per microbatch; tensors are views.
 
-    Scalars and tensors of first dimension 1 are passed whole.
+    Arrays are split like tensors, and so are lists with one item per sample. Scalars, and tensors of
+    first dimension 1, are passed whole.
 
     Args:
         batch: The batch.
@@ -55,16 +53,38 @@ def split_batch(
         rest = {name: value for name, value in batch.items() if name not in images[0]}
         parts = split_batch(rest, sizes)
         return [rebuilt(batch, {**part, **own}) for part, own in zip(parts, images, strict=True)]
-    total, ends = sum(sizes), [0, *accumulate(sizes)]
+    ends = [0, *accumulate(sizes)]
+    return [_part(batch, slice(start, end), sum(sizes)) for start, end in pairwise(ends)]
 
-    def cut(window: slice, tensor: Tensor) -> Tensor:
-        return tensor[window] if tensor.dim() and tensor.size(0) == total else tensor
 
-    def cut_list(window: slice, items: Sequence[_T]) -> Sequence[_T]:
-        return items[window] if len(items) == total else items
+def _part(value: Nested, window: slice, samples: int) -> Nested:
+    """Return the samples in ``window`` of a batch of ``samples``."""
+    items = children(value)
+    if items is None:
+        return value[window] if _rows(value) == samples else value
+    is_list = isinstance(value, (list, tuple)) and not hasattr(value, "_fields")
+    if is_list and len(value) == samples and not any(_has_samples(v, samples) for v in value):
+        return value[window]
+    return rebuilt(value, {key: _part(item, window, samples) for key, item in items})
 
-    windows = [slice(*ends) for ends in pairwise(ends)]
-    return [map_tensors(batch, partial(cut, w), partial(cut_list, w)) for w in windows]
+
+def _has_samples(value: Nested, samples: int) -> bool:
+    """Return True if an item of a list is itself a field, or has fields, of all samples.
+
+    A list that is as long as the batch is a field if its items have one type. ``default_collate``
+    makes such lists.
+    """
+    if isinstance(value, Mapping):
+        return any(_has_samples(item, samples) for item in value.values())
+    if not isinstance(value, (list, tuple)):
+        return _rows(value) == samples
+    is_field = len(value) == samples and len({type(item) for item in value}) == 1
+    return is_field or any(_has_samples(item, samples) for item in value)
+
+
+def _rows(value: Nested) -> int:
+    """Return the first dimension of a tensor or an array, else -1."""
+    return next(iter(getattr(value, "shape", ())), -1)
 
 
 def signature(batch: Nested) -> Hashable:
@@ -77,9 +97,10 @@ def merge_outputs(
 ) -> Nested:
     """Merge the outputs of the microbatches into one output.
 
-    Tensors with the samples along dimension 0 are concatenated, scalars are averaged with
-    ``weights``, and lists of samples are joined. A value of any other kind must be equal in all
-    microbatches; otherwise the list of all values is returned.
+    Tensors and arrays with the samples along dimension 0 are concatenated, scalars are averaged
+    with ``weights``, and lists of samples are joined. A list of scalars is averaged item by item. A
+    value of any other kind must be equal in all microbatches; otherwise the list of all values is
+    returned.
     """
     first = outputs[0]
     if len(outputs) == 1:
@@ -91,7 +112,7 @@ def merge_outputs(
             return _weighted_mean(outputs, weights)
         return list(outputs)
     lengths = [len(output) for output in outputs] if isinstance(first, (list, tuple)) else []
-    if lengths == [*sizes] and not any(isinstance(v, Tensor) for v in first):
+    if lengths == [*sizes] and _holds_samples(outputs, sizes):
         return type(first)(v for o in outputs for v in o)
     if isinstance(first, Mapping) or len(set(lengths)) == 1:
         parts = [dict(children(output) or ()) for output in outputs]
@@ -99,11 +120,23 @@ def merge_outputs(
             key: merge_outputs([part[key] for part in parts], sizes, weights) for key in parts[0]
         }
         return rebuilt(first, merged)
-    if isinstance(first, float):
+    if isinstance(first, float | np.floating):
         return float(
             _weighted_mean([torch.tensor(o, dtype=torch.float64) for o in outputs], weights)
         )
+    if isinstance(first, np.ndarray):
+        if first.ndim and all(len(o) == n for o, n in zip(outputs, sizes, strict=True)):
+            return np.concatenate(outputs)
+        return first if all(np.array_equal(o, first) for o in outputs) else list(outputs)
     return first if all(o == first for o in outputs) else list(outputs)
+
+
+def _holds_samples(outputs: Sequence[Sequence[Nested]], sizes: Sequence[int]) -> bool:
+    """Return True if lists as long as the microbatches hold samples, not fields or scalars."""
+    tensors = [
+        (v, n) for o, n in zip(outputs, sizes, strict=True) for v in o if isinstance(v, Tensor)
+    ]
+    return not tensors or any(v.dim() and v.size(0) != n for v, n in tensors)
 
 
 def _weighted_mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:

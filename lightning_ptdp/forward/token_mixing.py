@@ -26,6 +26,7 @@ from lightning_ptdp.base.function_replacement import (
     running_modules,
 )
 from lightning_ptdp.base.nested import iterate_tensors
+from lightning_ptdp.forward.slice_positions import SlicePositions
 from lightning_ptdp.forward.surroundings import Context, Forward, Surrounding
 from lightning_ptdp.shims.torch import has_compiled_parts
 
@@ -91,6 +92,7 @@ class TokenMixing(TorchFunctionMode):
 
     Args:
         refusal: Makes the error from the line, function and shape.
+        refused_positions: Makes the error about positions in a slice from the line.
         sizes: Sizes of features. A tensor (b, n) with one of these sizes may have no tokens, and is
             not checked.
         allowed: Names of functions that may combine tokens.
@@ -107,6 +109,7 @@ class TokenMixing(TorchFunctionMode):
         refusal: Callable[[str], Exception],
         *,
         sizes: Collection[int],
+        refused_positions: Callable[[str], Exception],
         allowed: Collection[str] = (),
         averages: Container[nn.Module] | None = None,
         tokens: int = 0,
@@ -117,6 +120,8 @@ class TokenMixing(TorchFunctionMode):
         self.samples = samples
         self._averages = averages
         self._refusal = refusal
+        self._refused_positions = refused_positions
+        self._positions = SlicePositions()
         self._sizes = sizes
         self._allowed = allowed
 
@@ -139,6 +144,12 @@ class TokenMixing(TorchFunctionMode):
             self._refuse(calling_line(unless="lightning_ptdp"), name, values, warns=warns)
         elif self.tokens and self._loses_tokens(name, values, result):
             self._refuse(calling_line(unless="lightning_ptdp"), name, values)
+        elif self.tokens not in (0, *self._sizes) and self._positions.are_used(
+            name, args, kwargs, result, self.tokens
+        ):
+            line = calling_line(unless="lightning_ptdp")
+            if line is not None:
+                raise self._refused_positions(f"{line} counts positions from 0 ({name})")
         return result
 
     def _refuse(
@@ -309,28 +320,34 @@ def feature_sizes(module: nn.Module) -> frozenset[int]:
 class SplitTokens(Surrounding):
     """Refusal of functions that combine tokens while sequence parallelism splits them.
 
-    It watches the first forward of each kind, from the first block on.
+    It watches the first forward of each kind, from the first slice on.
 
     Args:
         blocks: Names of this rank's blocks.
+        embeddings: Names of the modules whose output is a slice.
     """
 
-    def __init__(self, blocks: Collection[str]) -> None:
+    def __init__(self, blocks: Collection[str], *, embeddings: Collection[str] = ()) -> None:
         self._blocks = blocks
+        self._embeddings = embeddings
         self._watched: set[tuple[str, int]] = set()
         self._mode: TokenMixing | None = None
 
     def attach(self, module: nn.Module) -> Callable[[], None]:
-        """Install hooks on the blocks, whose input shows the length of a slice."""
+        """Install hooks on the modules whose input or output shows the length of a slice."""
         self._watched.clear()
         if has_compiled_parts(module):
             return super().attach(module)
-        self._mode = TokenMixing(_refused_split, sizes=feature_sizes(module))
+        self._mode = TokenMixing(
+            _refused_split, refused_positions=_refused_positions, sizes=feature_sizes(module)
+        )
         with contextlib.ExitStack() as undo:
             for name in self._blocks:
                 block = module.get_submodule(name)
                 handle = block.register_forward_pre_hook(self._note, with_kwargs=True)
                 undo.callback(handle.remove)
+            for name in self._embeddings:
+                undo.enter_context(module.get_submodule(name).register_forward_hook(self._note))
             return undo.pop_all().close
 
     def around(self, forward: Forward) -> Context:
@@ -340,11 +357,19 @@ class SplitTokens(Surrounding):
         self._watched.add(forward.kind)
         return self._mode
 
-    def _note(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _note(self, _module: nn.Module, args: Any, more: Any) -> None:
         assert self._mode is not None
-        hidden = next((x for x in iterate_tensors((args, kwargs)) if x.dim() == 3), None)
+        hidden = next((x for x in iterate_tensors((args, more)) if x.dim() == 3), None)
         if hidden is not None:
             self._mode.samples, self._mode.tokens = hidden.shape[:2]
+
+
+def _refused_positions(call: str) -> PartialModelError:
+    return PartialModelError(
+        f"{call}, but with sequence_parallel=True each tensor rank has a slice of the sequence "
+        "here. Declare an embedding of positions as 'position', and count the token ids instead. "
+        "For other positions, use ParallelPlan(sequence='blocks'). Or use sequence_parallel=False"
+    )
 
 
 def _refused_split(call: str) -> PartialModelError:

@@ -26,6 +26,7 @@ from lightning_ptdp.pipeline.placeholders import Placeholder
 from lightning_ptdp.schedule.generators import may_split_backward
 from lightning_ptdp.tensor_parallel import SplitRandomness
 from lightning_ptdp.tensor_parallel.kinds.sharded_experts import ReadOnce
+from lightning_ptdp.tensor_parallel.kinds.vocabulary import VocabularyParallelEmbedding
 from lightning_ptdp.tensor_parallel.randomness import PlacedDropout
 from lightning_ptdp.tensor_parallel.region import is_whole
 from lightning_ptdp.tensor_parallel.split_features import SplitFeatures
@@ -99,7 +100,13 @@ def make_surroundings(
             )
         )
     if config.sequence_parallel and watches:
-        entries.append(SplitTokens(blocks))
+        modules = parallel.module.named_modules()
+        splits = [
+            name
+            for name, module in modules
+            if isinstance(module, VocabularyParallelEmbedding) and module.sequence_parallel
+        ]
+        entries.append(SplitTokens(blocks, embeddings=splits))
     entries.append(DirectCalls())
     if tensor.size > 1 and watches:
         entries.append(SplitFeatures(parallel.plan.numbers))

@@ -358,7 +358,14 @@ def watching(
     sizes: tuple[int, ...] = (WIDTH,),
     averages: tuple[nn.Module, ...] | None = (),
 ) -> TokenMixing:
-    return TokenMixing(ValueError, sizes=sizes, averages=averages, tokens=tokens, samples=3)
+    return TokenMixing(
+        ValueError,
+        refused_positions=ValueError,
+        sizes=sizes,
+        averages=averages,
+        tokens=tokens,
+        samples=3,
+    )
 
 
 def refused(call, **options):

@@ -218,6 +218,13 @@ class CountsItself(nn.Module):
         )
 
 
+class WithoutPlaces(CountsItself):
+    """A model that bypasses this submodule, and uses no positions."""
+
+    def forward(self, input_ids):
+        return self.toy.blocks[0](self.toy.tokens(input_ids))
+
+
 class Counting(nn.Module):
     """A model without a module that takes positions."""
 
@@ -288,7 +295,11 @@ REFUSED = {
         Counting,
         "no module in Counting takes position_ids.*context_parallel_positions=False",
     ),
-    "positions not asked": (CountsItself, "called no module that takes position_ids"),
+    "positions not asked": (WithoutPlaces, "called no module that takes position_ids"),
+    "positions of slice": (
+        CountsItself,
+        r"counts positions from 0 \(embedding\), but each of 2 .*parameter position_ids",
+    ),
     "window": (
         partial(Mixed, window),
         r"mask of shape \(1, 1, 8, 8\).*Each of 2 ranks has 8 of 16 tokens",

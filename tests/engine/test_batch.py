@@ -3,6 +3,7 @@
 from collections import defaultdict, namedtuple
 from dataclasses import InitVar, dataclass, field
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -84,6 +85,40 @@ def test_lists_are_split_but_scalars_and_broadcasts_are_not():
 
 
 @pytest.mark.parametrize(
+    "items",
+    [
+        [{"weight": float(i)} for i in range(4)],
+        [{"weight": torch.tensor(i)} for i in range(4)],
+        [("file", i) for i in range(4)],
+        [("a", 1, 2.0, None)] * 4,  # as long as the batch, but its items are no samples
+        [[i] for i in range(4)],
+        [torch.tensor(i) for i in range(4)],
+        np.arange(4.0),
+        np.array(list("abcd")),
+    ],
+)
+def test_one_item_per_sample_is_split_like_samples(items):
+    first, second = split_batch({"x": torch.arange(4), "items": items}, (2, 2))
+    assert (list(first["items"]), list(second["items"])) == (list(items[:2]), list(items[2:]))
+
+
+def test_fields_of_samples_in_lists_are_split_one_by_one():
+    # ``default_collate`` makes one list per position in a sample's list.
+    fields = [torch.arange(2), torch.zeros(())]
+    first, second = split_batch(fields, (1, 1))
+    assert first[0].tolist() == [0] and second[0].tolist() == [1]
+    assert first[1] is fields[1] is second[1]
+    batch = {
+        "x": torch.arange(2),
+        "answers": [("a0", "a1"), ("b0", "b1")],
+        "views": [fields[0]] * 2,
+    }
+    second = split_batch(batch, (1, 1))[1]
+    assert second["answers"] == [("a1",), ("b1",)]
+    assert [view.tolist() for view in second["views"]] == [[1], [1]]
+
+
+@pytest.mark.parametrize(
     "batch", [{"a": torch.zeros(4), "b": torch.zeros(3)}, {"a": torch.tensor(1.0)}, "text"]
 )
 def test_batch_without_common_first_dimension_is_refused(batch):
@@ -117,6 +152,31 @@ def test_outputs_are_concatenated_and_scalars_weighted():
     assert merged["logits"].shape == (3, 3)
     assert merged["loss"].item() == 2.0
     assert merged["ids"] == ["a", "b", "c"]
+
+
+def test_arrays_and_lists_of_samples_are_merged():
+    outputs = [
+        {
+            "scores": np.ones(2),
+            "texts": [torch.zeros(3), torch.zeros(5)],
+            "error": np.float32(1),
+            "losses": [torch.tensor(1.0), torch.tensor(2.0)],
+            "classes": np.array(["x", "y"]),
+        },
+        {
+            "scores": np.zeros(1),
+            "texts": [torch.ones(4)],
+            "error": np.float32(4),
+            "losses": [torch.tensor(4.0), torch.tensor(5.0)],
+            "classes": np.array(["x", "y"]),
+        },
+    ]
+    merged = merge_outputs(outputs, (2, 1), (2.0, 1.0))
+    assert merged["scores"].tolist() == [1, 1, 0]
+    assert [len(text) for text in merged["texts"]] == [3, 5, 4]
+    assert merged["error"] == 2.0
+    assert [loss.item() for loss in merged["losses"]] == [2.0, 3.0]  # one process has these means
+    assert merged["classes"].tolist() == ["x", "y"]
 
 
 def test_nan_of_microbatch_with_zero_weight_is_ignored():

@@ -1,0 +1,203 @@
+"""Models that count positions from the length of a slice of the sequence."""
+
+from dataclasses import dataclass
+
+import lightning.pytorch as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_ptdp import ParallelPlan
+from lightning_ptdp.attention import ContextParallelError
+from lightning_ptdp.base.function_replacement import PartialModelError
+from lightning_ptdp.forward.token_mixing import TokenMixing
+from tests.letters import SP, C, T
+from tests.parity import Training
+
+VOCABULARY, LENGTH, LONGEST, WIDTH = 40, 12, 20, 8
+SLICE = LENGTH // 2
+
+
+class Sinusoids(nn.Module):
+    """The encoding of torch's tutorial on transformers."""
+
+    def __init__(self):
+        super().__init__()
+        angles = torch.arange(LONGEST)[:, None] * torch.logspace(0, -2, WIDTH)
+        self.register_buffer("table", angles.sin())
+
+    def forward(self, x):
+        return x + self.table[: x.size(1)]
+
+
+class Learned(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.linspace(-1, 1, LONGEST * WIDTH).view(1, LONGEST, WIDTH))
+
+    def forward(self, x):
+        return x + self.table[:, : x.shape[1]]
+
+
+class Embedded(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.places = nn.Embedding(LONGEST, WIDTH)
+
+    def forward(self, x):
+        return x + self.places(torch.arange(x.size(1), device=x.device).unsqueeze(0))
+
+
+class Stored(Embedded):
+    """Positions in a buffer of integers, as in BERT."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("position_ids", torch.arange(LONGEST)[None])
+
+    def forward(self, x):
+        return x + self.places(self.position_ids[:, : x.size(1)])
+
+
+class Rotary(nn.Module):
+    def forward(self, x):
+        angles = torch.outer(torch.arange(x.size(1)).float(), torch.logspace(0, -2, WIDTH))
+        return x * angles.cos() + x.roll(1, -1) * angles.sin()
+
+
+class Segments(nn.Module):
+    """One type for all tokens, in a buffer that is as long as the longest sequence."""
+
+    def __init__(self):
+        super().__init__()
+        self.types = nn.Embedding(LONGEST, WIDTH)
+        self.register_buffer("type_ids", torch.zeros(1, LONGEST, dtype=torch.long))
+
+    def forward(self, x):
+        return x + self.types(self.type_ids[:, : x.size(1)])
+
+
+class Masked(nn.Module):
+    """Numbers of tokens that are only compared, or choose rows of the slice."""
+
+    def forward(self, x):
+        places = torch.arange(x.size(1))
+        return x * (places[:, None] >= places[:1]) + x[:, places] * 0
+
+
+COUNTING = (Sinusoids, Learned, Embedded, Stored, Rotary)
+HARMLESS = (Segments, Masked)
+
+
+class Block(nn.Module):
+    def __init__(self, places):
+        super().__init__()
+        self.places = places
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 3 * WIDTH),
+            nn.Linear(3 * WIDTH, WIDTH),
+        )
+
+    def forward(self, x):
+        x = self.places(x)
+        attended = F.scaled_dot_product_attention(x, x, x, is_causal=True) if self.attends else 0
+        return x + attended + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class LitPlaces(L.LightningModule):
+    """The positions are added before the blocks, or in each of them."""
+
+    def __init__(self, places, *, inside, attends):
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.places = nn.Identity() if inside else places()
+        self.blocks = nn.ModuleList(Block(places() if inside else nn.Identity()) for _ in range(2))
+        for block in self.blocks:
+            block.attends = attends
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def configure_parallel(self):
+        return ParallelPlan(
+            blocks="blocks",
+            tensor={
+                "tokens": "vocabulary",
+                "blocks.*.up": "column",
+                "blocks.*.down": "row",
+                "head": "vocabulary",
+            },
+        )
+
+    def training_step(self, batch, batch_idx):
+        x = self.places(self.tokens(batch["ids"]))
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), batch["labels"].flatten())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(Training):
+    places: type[nn.Module]
+    inside: bool
+
+    def make_module(self):
+        return LitPlaces(self.places, inside=self.inside, attends=C in self.layout)
+
+    def make_data(self):
+        count = self.steps * self.global_batch
+        rows = torch.randint(
+            0, VOCABULARY, (count, LENGTH + 1), generator=torch.Generator().manual_seed(3)
+        )
+        return [
+            # A batch has positions, whether the model reads them or not.
+            {"ids": row[:-1], "labels": row[1:], "position_ids": torch.arange(LENGTH)}
+            for row in rows
+        ]
+
+
+def refusal(rank, run, error):
+    trainer = run.make_trainer()
+    with pytest.raises(error) as caught:
+        trainer.fit(run.make_module(), DataLoader(run.make_data(), batch_size=4))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["before blocks", "in blocks"])
+@pytest.mark.parametrize("places", COUNTING)
+def test_positions_of_slice_are_refused_under_sequence_parallelism(places, inside, pool):
+    run = Run(places=places, inside=inside).on((2, {T: 2, SP: True}))
+    for told in pool.run(refusal, world_size=2, args=(run, PartialModelError)):
+        assert "test_slice_positions.py, line" in told and "counts positions from 0" in told
+        assert "ParallelPlan(sequence='blocks')" in told
+
+
+@pytest.mark.parametrize("places", COUNTING)
+def test_positions_of_slice_are_refused_under_context_parallelism(places, pool):
+    run = Run(places=places, inside=False).on((2, {C: 2}))
+    for told in pool.run(refusal, world_size=2, args=(run, ContextParallelError)):
+        assert "counts positions from 0" in told and "use these positions" in told
+
+
+@pytest.mark.parametrize("places", HARMLESS)
+def test_numbers_of_tokens_that_are_no_positions_match_single_process(places, parity):
+    parity.check(Run(places=places, inside=True), (2, {T: 2, SP: True}))
+
+
+def test_numbers_that_are_not_of_slice_are_accepted():
+    table = nn.Parameter(torch.zeros(LONGEST, WIDTH))
+    watch = TokenMixing(
+        ValueError, refused_positions=ValueError, sizes=(WIDTH,), tokens=SLICE, samples=3
+    )
+    with watch:
+        F.embedding(torch.arange(LENGTH), table)  # the whole sequence
+        F.embedding(torch.arange(1, SLICE), table)
+        table[:LENGTH], table[SLICE:]
+        F.embedding(torch.arange(SLICE), torch.zeros(SLICE, WIDTH))  # of the slice
+        torch.arange(0, 2 * SLICE, 2).float().cos()  # frequencies
+        with pytest.raises(ValueError, match="counts positions from 0"):
+            F.embedding(torch.arange(0, SLICE, 1)[None], table)
