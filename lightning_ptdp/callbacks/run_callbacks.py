@@ -255,7 +255,7 @@ def _record(trainer: Trainer, *, finished: bool) -> RunRecord:
             for name, value in trainer.callback_metrics.items()
             if name.startswith("val")
         },
-        goodput=measured.share if measured is not None else None,
+        goodput=measured.share if finished and measured is not None else None,
         slowest=measured.slowest if measured is not None else "",
         finished=finished,
         **fields,

@@ -271,6 +271,7 @@ class Goodput(Callback):
         """Describe the rank that waited least, and return the numbers to log."""
         totals = [sum(waits.values()) for _, waits in ranks]
         rank, longest = totals.index(min(totals)), max(totals)
+        seconds = max(seconds, longest)  # the first batch of another rank may have ended earlier
         if longest - totals[rank] < _SLOWER * seconds:
             return {}
         between, waits = ranks[rank]

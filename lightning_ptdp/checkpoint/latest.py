@@ -8,6 +8,7 @@ in these files, decide which checkpoint is the newest.
 
 from __future__ import annotations
 
+import math
 import os
 import uuid
 import warnings
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from lightning_ptdp.checkpoint import files
-from lightning_ptdp.checkpoint.metadata import METADATA_FILE, read_metadata
+from lightning_ptdp.checkpoint.metadata import METADATA_FILE, read_metadata, stated_metadata
 from lightning_ptdp.checkpoint.reader import verify_checkpoint
 from lightning_ptdp.checkpoint.remote_path import Place, RemotePath, each, located
 from lightning_ptdp.checkpoint.save_agreement import (
@@ -258,7 +259,16 @@ def is_folder_of_checkpoints(path: Place) -> bool:
 def _is_older(candidate: Place, damaged: Place) -> bool:
     """Return True if ``candidate`` was written before a damaged checkpoint.
 
-    If the damaged checkpoint does not show its time, every candidate counts as older.
+    The metadata shows the time, even if other files are damaged. Without metadata, the time of the
+    newest file counts, and without files every candidate is older.
     """
-    limit, time = written_at(damaged), written_at(candidate)
-    return limit is None or (time is not None and time <= limit)
+    time = written_at(candidate)
+    try:
+        limit = stated_metadata(damaged).created
+    except StorageError:
+        raise
+    except CheckpointError:
+        if isinstance(damaged, RemotePath) or not damaged.is_dir():
+            return True
+        limit = max((file.stat().st_mtime for file in damaged.iterdir()), default=math.inf)
+    return time is not None and time <= limit

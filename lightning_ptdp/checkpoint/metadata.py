@@ -194,8 +194,7 @@ def read_metadata(path: str | os.PathLike[str]) -> CheckpointMetadata:
             files.
     """
     checkpoint = located(path)
-    with reading(checkpoint / METADATA_FILE):
-        metadata = _parsed(_content(checkpoint))
+    metadata = stated_metadata(checkpoint)
     folder = metadata.folder_in(checkpoint)
     # In object storage, one listing shows all sizes.
     is_remote = isinstance(folder, RemotePath)
@@ -203,6 +202,16 @@ def read_metadata(path: str | os.PathLike[str]) -> CheckpointMetadata:
     for name, entry in metadata.files.items():
         _check_file(present.get(name, folder / name), entry.size)
     return metadata
+
+
+def stated_metadata(checkpoint: Place) -> CheckpointMetadata:
+    """Return the content of ``metadata.json``; the files that it lists may be damaged.
+
+    Raises:
+        CheckpointError: As in ``read_metadata``, but for these files.
+    """
+    with reading(checkpoint / METADATA_FILE):
+        return _parsed(_content(checkpoint))
 
 
 def read_verified(

@@ -188,7 +188,7 @@ def dtype_of(name: str | None) -> torch.dtype | None:
 _PICTURES = (".png", ".pdf", ".svg")
 
 
-def check_output(path: str | None) -> None:
+def check_output(path: str | Path | None) -> None:
     """Check that the file of ``--output`` can be written.
 
     Raises:

@@ -11,6 +11,7 @@ from lightning_ptdp.base.errors import one_line
 from lightning_ptdp.base.requirements import import_optional
 from lightning_ptdp.cli.command_line import add_dtype_argument, dtype_of
 from lightning_ptdp.cli.failures import UserError
+from lightning_ptdp.loggers.tracking_store import check_writable_folder
 
 _DESCRIPTION = """\
 Convert between a checkpoint (a folder, or the single file that one process writes) and
@@ -44,6 +45,9 @@ def run(verb: str, arguments: list[str]) -> int:
             "--verify compares a folder with the checkpoint, but with --merge the checkpoint "
             "has only the adapters. Leave --verify out"
         )
+    if "://" not in args["destination"]:
+        place = Path(args["destination"]).absolute()
+        check_writable_folder(place.parent, f"destination {args['destination']}")
     name = args.pop("register")
     store = args.pop("tracking_uri")
     registry = _registry(name, args["source"], store) if name is not None else None

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from lightning_ptdp.cli.command_line import options_on
+from lightning_ptdp.cli.command_line import check_output, options_on
 from lightning_ptdp.cli.config_files import find_config
 from lightning_ptdp.cli.failures import UserError
 from lightning_ptdp.cli.inheritance import resolve_config
@@ -155,10 +155,11 @@ def run(verb: str, arguments: list[str]) -> int:
 
     Raises:
         UserError: There is no configuration, or the machine has no sbatch or kubectl.
-        ValueError: The layout does not fit the devices.
+        ValueError: The layout does not fit the devices, or --output cannot be written.
     """
     options, fit_args = parser(verb).parse_known_args(arguments)
     _check_launcher(options, parser(verb))
+    check_output(options.output)
     script = SCRIPTS[options.launcher](_job(options, fit_args))
     if options.output is not None:
         options.output.parent.mkdir(parents=True, exist_ok=True)
@@ -266,7 +267,8 @@ def _number(
     value = option if option is not None else specified if specified is not None else configured
     number = int(value) if isinstance(value, int | str) and str(value).isdecimal() else 0
     if number < 1:
+        counted = "nodes" if name == "nodes" else "processes"
         raise UserError(
-            f"{key}={value!r} is not a number of processes for a script. Use --{name} 1 or more"
+            f"{key}={value!r} is not a number of {counted} for a script. Use --{name} 1 or more"
         )
     return number

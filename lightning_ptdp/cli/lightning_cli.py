@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import pkgutil
 from argparse import ArgumentError
+from collections.abc import Mapping
 from copy import deepcopy
+from types import MappingProxyType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -135,6 +137,8 @@ class PTDPCLI(LightningCLI):
         try:
             super().instantiate_classes()
         except MisconfigurationException as error:
+            if "value is not a valid input using cpu accelerator" in str(error):
+                raise self._wrong_devices() from error
             if "gpu backend" not in str(error) and "CUDAAccelerator" not in str(error):
                 raise
             raise UserError(
@@ -146,12 +150,15 @@ class PTDPCLI(LightningCLI):
         except TypeError as error:
             if "`devices` selected with `CPUAccelerator`" not in str(error):
                 raise
-            raise UserError(
-                f"trainer.devices={self.config.trainer.devices} is not a number of processes. "
-                "On a CPU, use --trainer.devices 1 or more"
-            ) from error
+            raise self._wrong_devices() from error
         except ValueError as error:
             raise UserError(readable(str(error), ())) from error
+
+    def _wrong_devices(self) -> UserError:
+        return UserError(
+            f"trainer.devices={self.config.trainer.devices} is not a number of processes. "
+            "On a CPU, use --trainer.devices 1 or more"
+        )
 
     def before_instantiate_classes(self) -> None:
         """Set the data's tokenizer to the model's own, and add the callbacks of every training.
@@ -189,19 +196,27 @@ class PTDPCLI(LightningCLI):
 
 
 def _with_class_path(arguments: list[str]) -> list[str]:
-    """Return the command line with our strategy as a class path.
+    """Return the command line with this package's strategy and logger as class paths.
 
     The parser keeps the options that earlier configurations give to the same class. A strategy's
-    name would replace them.
+    name would replace them. Lightning has a logger of the same name.
     """
     words: list[str] = []
     for option in options_on(arguments):
-        is_ours = (option.value or "").rpartition(".")[2] in ("ptdp", "PTDPStrategy")
-        if option.name == "--trainer.strategy" and is_ours:
-            words.append("--trainer.strategy.class_path=lightning_ptdp.PTDPStrategy")
-        else:
-            words += option.words
+        package, _, name = (option.value or "").rpartition(".")
+        is_ours = package.partition(".")[0] in ("", "lightning_ptdp")
+        path = _CLASS_PATHS.get((option.name, name)) if is_ours else None
+        words += option.words if path is None else [f"{option.name}.class_path={path}"]
     return words
+
+
+_CLASS_PATHS: Mapping[tuple[str, str], str] = MappingProxyType(
+    {
+        ("--trainer.strategy", "ptdp"): "lightning_ptdp.PTDPStrategy",
+        ("--trainer.strategy", "PTDPStrategy"): "lightning_ptdp.PTDPStrategy",
+        ("--trainer.logger", "MLFlowLogger"): "lightning_ptdp.loggers.MLFlowLogger",
+    }
+)
 
 
 def _take_tokenizer(config: Namespace) -> None:

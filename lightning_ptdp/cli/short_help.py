@@ -169,7 +169,7 @@ def short_help(verb: str, arguments: Sequence[str] = ()) -> str:
             (
                 "--launcher",
                 "",
-                "slurm or torchrun: write a script that starts this on many devices; with "
+                "slurm, torchrun, kubernetes or skypilot: start this on many devices; with "
                 "--help, its options.",
             )
         )

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_ptdp.base.output import columns
-from lightning_ptdp.cli.command_line import listed
+from lightning_ptdp.cli.command_line import check_output, listed
 from lightning_ptdp.cli.failures import UserError
 from lightning_ptdp.schedule.actions import Schedule
 from lightning_ptdp.schedule.generators import SCHEDULES, build_schedule
@@ -36,7 +36,8 @@ def run(verb: str, arguments: list[str]) -> int:
 
     Raises:
         SystemExit: An argument is invalid. The message names it and the reason.
-        UserError: A picture is requested, and matplotlib is missing.
+        UserError: A picture is requested, and matplotlib is missing. Or an output is a folder.
+        ValueError: An output cannot be written.
     """
     parser = _parser(f"ptdp {verb}")
     options = parser.parse_args(arguments)
@@ -44,6 +45,7 @@ def run(verb: str, arguments: list[str]) -> int:
     for output in outputs:
         if output.suffix not in _SUFFIXES:
             parser.error(f"--output {output} must end in .png or .json")
+        check_output(output)
     if options.pp * options.microbatches > _MOST:
         parser.error(
             f"--pp {options.pp} * --microbatches {options.microbatches} must be at most {_MOST:,}"
@@ -54,6 +56,7 @@ def run(verb: str, arguments: list[str]) -> int:
         parser.error(str(error))
     print(_table(timelines))
     for output in outputs:
+        output.parent.mkdir(parents=True, exist_ok=True)
         _write(timelines, output, options)
         print(f"written: {output}")
     return 0

@@ -154,15 +154,16 @@ class ContextParallel(Surrounding):
             return contextlib.nullcontext()
         self._watched.add(forward.kind)
         tokens = running.length // self.group.size
-        slices = f"but each of {self.group.size} context ranks has a slice of {tokens} tokens"
         return TokenMixing(
             lambda call: ContextParallelError(
-                f"{call}, which combines tokens, {slices}. Only torch.nn.functional.scaled_dot_product_attention "
+                f"{call}, which combines tokens, but each of {self.group.size} context ranks has a "
+                f"slice of {tokens} tokens. Only torch.nn.functional.scaled_dot_product_attention "
                 "(Hugging Face: attn_implementation='sdpa'), x.sum(1) and x.mean(1) of (b, s, h) "
                 "cover the whole sequence. Use these, or context_parallel_size=1"
             ),
             refused_positions=lambda call: ContextParallelError(
-                f"{call}, {slices}. Add a parameter position_ids to the module's forward, and use "
+                f"{call}, but each of {self.group.size} context ranks has a slice of {tokens} "
+                "tokens. Add a parameter position_ids to the module's forward, and use "
                 "these positions. Or use context_parallel_size=1"
             ),
             sizes=self._sizes,

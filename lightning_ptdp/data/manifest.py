@@ -283,7 +283,7 @@ def verify_store(
         raise StoreError(
             f"data_dir={folder} has a vocabulary of {manifest.vocabulary_size}, but "
             f"vocabulary_size={vocabulary_size}. Use that of the folder, another folder, or "
-            "overwrite (--overwrite)"
+            "overwrite (--data.overwrite true)"
         )
     return manifest
 

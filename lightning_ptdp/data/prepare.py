@@ -251,7 +251,7 @@ def _existing(config: Preparation, output: Path, hashes: bool) -> Manifest:
     if differences:
         raise StoreError(
             f"output={output} was prepared with other settings ({'; '.join(differences)}). Use "
-            "those settings, another folder, or overwrite (--overwrite)"
+            "those settings, another folder, or overwrite (--data.overwrite true)"
         )
     # A prepared folder does not depend on its source: the source may be gone, or the library may be
     # that of another Python.
@@ -260,7 +260,7 @@ def _existing(config: Preparation, output: Path, hashes: bool) -> Manifest:
         if listing_digest(files) != manifest.corpus.listing:
             raise StoreError(
                 f"output={output} was prepared from {manifest.corpus.files} files that have "
-                f"changed since (now {len(files)}). Use another folder, or overwrite (--overwrite)"
+                f"changed since (now {len(files)}). Use another folder, or overwrite (--data.overwrite true)"
             )
     tokenizer = (
         config.given_tokenizer()
@@ -271,7 +271,7 @@ def _existing(config: Preparation, output: Path, hashes: bool) -> Manifest:
         raise StoreError(
             f"output={output} was prepared with tokenizer {manifest.tokenizer_fingerprint[:12]}, "
             f"but tokenizer_dir={config.tokenizer_dir} now has {tokenizer.fingerprint[:12]}. Use "
-            "another folder, or overwrite (--overwrite)"
+            "another folder, or overwrite (--data.overwrite true)"
         )
     return verify_store(output, hashes=hashes)
 

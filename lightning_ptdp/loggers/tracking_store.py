@@ -65,7 +65,7 @@ def check_store(tracking_uri: str, *, timeout_s: float = 5.0) -> None:
     Raises:
         SilentServerError: A server accepts the connection and does not answer.
         ValueError: MLflow has no such store, the folder or database cannot be written, the file is
-            not a database, or there is no server.
+            not a database, there is no server, or MLflow does not support folders.
     """
     _check_scheme(tracking_uri)
     path = sqlite_path(tracking_uri)
@@ -73,6 +73,15 @@ def check_store(tracking_uri: str, *, timeout_s: float = 5.0) -> None:
         _check_database(path, tracking_uri)
     elif tracking_uri.startswith(("http://", "https://")):
         _check_server(tracking_uri, timeout_s)
+    elif urlsplit(tracking_uri).scheme in ("", "file"):
+        from mlflow import environment_variables
+
+        allowed = getattr(environment_variables, "MLFLOW_ALLOW_FILE_STORE", None)
+        if allowed is not None and not allowed.get():
+            raise ValueError(
+                f"tracking_uri={tracking_uri!r}: this version of MLflow no longer supports folders. "
+                "Use sqlite:///FILE, or set the environment variable MLFLOW_ALLOW_FILE_STORE=true"
+            )
 
 
 def check_writable_folder(folder: Path, what: str) -> None:

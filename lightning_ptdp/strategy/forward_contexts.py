@@ -165,7 +165,7 @@ def check_surroundings(model: nn.Module, config: PTDPConfig) -> None:
     if reason is not None:
         raise ValueError(
             f"context_parallel_size={config.context_parallel_size} cannot run this model: "
-            f"{reason}. Or use context_parallel_size=1"
+            f"{reason}. Use context_parallel_size=1"
         )
     for module in model.modules():
         model_config: Any = getattr(module, "config", None)

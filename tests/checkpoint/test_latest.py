@@ -100,11 +100,22 @@ def test_damaged_checkpoint_falls_back_to_previous_with_warning(three, tmp_path,
         choose_checkpoint(tmp_path / given)
 
 
-def test_fallback_needs_older_checkpoint_or_unknown_age(three):
-    flip(three[0] / VALUES)
-    with pytest.raises(CheckpointError, match=r"c/rank0-0\.safetensors is damaged"):
+@pytest.mark.parametrize("damage", [flip, Path.unlink, lambda file: os.truncate(file, 9)])
+def test_fallback_is_older_than_damaged_checkpoint(damage, three):
+    damage(three[1] / VALUES)
+    with pytest.warns(UserWarning, match="the previous one, .*/c"):
+        assert choose_checkpoint(three[1]) == three[0]
+    damage(three[0] / VALUES)
+    with pytest.raises(CheckpointError, match=r"/c(/rank0-0\.safetensors)? is damaged"):
         choose_checkpoint(three[0])
+
+
+def test_fallback_without_metadata_depends_on_time_of_files(three):
+    flip(three[0] / VALUES)
     (three[1] / "metadata.json").unlink()
+    with pytest.raises(CheckpointError, match="a is not a checkpoint, or is incomplete"):
+        choose_checkpoint(three[1])
+    os.utime(three[1] / VALUES)
     with pytest.warns(
         UserWarning, match=r"a is not a checkpoint, or is incomplete.*previous one, .*/b"
     ):

@@ -196,6 +196,14 @@ BAD = [
     (f"ptdp fit {NANO} --trainer.devices 3", "world_size=3 is not divisible"),
     (f"ptdp fit {NANO} --trainer.strategy.schedule zigzag", "schedule='zigzag'"),
     (f"ptdp fit {ONE} --trainer.devices=-1", "trainer.devices=-1 is not a number of processes"),
+    (f"ptdp fit {ONE} --trainer.devices=0", "trainer.devices=0 is not a number of processes"),
+    ("ptdp timeline --pp 2 --microbatches 4 --output text.ckpt/x.png", "--output .* is a file"),
+    (f"ptdp fit {ONE} --launcher torchrun --output text.ckpt/x.sh", "--output .* is a file"),
+    ("ptdp convert weights.ckpt text.ckpt/hf", "destination text.ckpt/hf: .* is a file"),
+    (
+        f"ptdp fit {ONE} --trainer.logger MLFlowLogger --trainer.logger.tracking_uri file:./mlruns",
+        "tracking_uri='file:./mlruns': this version of MLflow no longer supports folders",
+    ),
     (
         f"ptdp fit {NANO} --trainer.devices=[0,1]",
         r"trainer.devices=\[0, 1\] is not a number of processes",
@@ -263,7 +271,6 @@ BAD = [
         "microbatch_group_size=0 must be a positive integer",
     ),
     (f"ptdp fit {ONE} {S}layout auto", "layout='auto' chooses num_microbatches"),
-    (f"ptdp fit {NANO} --trainer.devices 0", r"Trainer\(devices='0'\)"),
     (f"ptdp fit {NANO} --trainer.devices 1000000", "allows at most"),
     (f"ptdp fit {NANO} --trainer.num_nodes 0", "num_nodes. must be a positive integer"),
     (f"ptdp fit {NANO} --trainer.num_nodes 2", "num_nodes=2, but MASTER_ADDR is not set"),
@@ -415,7 +422,7 @@ BAD = [
     (f"ptdp verify {NANO} --steps 0", "--steps 0 must be at least 1"),
     (
         "ptdp fit --launcher slurm --config gpt/nano --nodes 0 --dry-run",
-        "num_nodes=0 is not a number of processes",
+        "num_nodes=0 is not a number of nodes",
     ),
     ("ptdp serve", "there is no verb 'serve'"),
 ]
