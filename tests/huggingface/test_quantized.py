@@ -212,7 +212,9 @@ def test_sharing_of_weights_of_torchao_is_refused_before_launch(folder):
     check_model(module, config, config.layout(2))
     weight = module.model.base_model.model.model.layers[0].mlp.up_proj.weight
     weight.qdata = weight.qdata.flatten()  # as formats with several elements in a byte
-    with pytest.raises(ValueError, match=r"Int8Tensor of torchao.* in Linear, .* one byte each"):
+    with pytest.raises(
+        ValueError, match=r"Int8Tensor of torchao.* in Linear, .* one byte per element"
+    ):
         check_model(module, config, config.layout(2))
 
 
