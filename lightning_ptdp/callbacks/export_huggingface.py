@@ -13,13 +13,13 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_ptdp.base.option_types import Size, check_arguments
+from lightning_ptdp.base.writable_folder import check_writable_folder
 from lightning_ptdp.callbacks.artifacts import mlflow_loggers
 from lightning_ptdp.checkpoint import files
 from lightning_ptdp.checkpoint.local_copies import readable
 from lightning_ptdp.checkpoint.remote_path import Place, located
 from lightning_ptdp.loggers import MLFlowLogger
 from lightning_ptdp.loggers.mlflow_entities import log_folder
-from lightning_ptdp.loggers.tracking_store import check_writable_folder
 
 When = Literal["end", "checkpoint"]
 Dtype = Literal["float32", "bfloat16", "float16"]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from lightning_ptdp.base.writable_folder import check_writable_folder
 from lightning_ptdp.cli.failures import UserError
 
 if TYPE_CHECKING:
@@ -199,8 +200,6 @@ def check_output(path: str | Path | None) -> None:
         return
     if Path(path).is_dir():
         raise UserError(f"--output {path} is a folder. Give a file in it")
-    from lightning_ptdp.loggers.tracking_store import check_writable_folder
-
     check_writable_folder(Path(path).absolute().parent, f"--output {path}")
 
 
@@ -224,6 +223,4 @@ def check_picture(option: str, path: str | Path | None) -> None:
         raise UserError(
             f"{option} {path}: {folder} does not exist. Create it, or use another folder"
         )
-    from lightning_ptdp.loggers.tracking_store import check_writable_folder
-
     check_writable_folder(folder, f"{option} {path}")

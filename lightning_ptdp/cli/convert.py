@@ -9,9 +9,9 @@ from typing import Any
 
 from lightning_ptdp.base.errors import one_line
 from lightning_ptdp.base.requirements import import_optional
+from lightning_ptdp.base.writable_folder import check_writable_folder
 from lightning_ptdp.cli.command_line import add_dtype_argument, dtype_of
 from lightning_ptdp.cli.failures import UserError
-from lightning_ptdp.loggers.tracking_store import check_writable_folder
 
 _DESCRIPTION = """\
 Convert between a checkpoint (a folder, or the single file that one process writes) and

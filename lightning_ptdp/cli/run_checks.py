@@ -15,6 +15,7 @@ from typing import Any, TypeGuard
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
+from lightning_ptdp.base.writable_folder import check_writable_folder
 from lightning_ptdp.callbacks.artifacts import checkpoint_dirs
 from lightning_ptdp.callbacks.step_metrics import replicas
 from lightning_ptdp.checkpoint import (
@@ -31,7 +32,6 @@ from lightning_ptdp.cli.failures import UserError
 from lightning_ptdp.data import StreamDataModule
 from lightning_ptdp.exchange import open_state_dict, reads_as_huggingface, weights_opener
 from lightning_ptdp.loggers import MLFlowLogger
-from lightning_ptdp.loggers.tracking_store import check_writable_folder
 from lightning_ptdp.models import LitBert, LitGPT
 from lightning_ptdp.models.lit_huggingface import LitHuggingFace
 from lightning_ptdp.strategy.checks.trainer import check_numbers

@@ -17,6 +17,7 @@ from urllib.parse import quote, unquote, urlsplit
 
 from lightning_ptdp.base.errors import PTDPError
 from lightning_ptdp.base.option_types import nearest
+from lightning_ptdp.base.writable_folder import check_writable_folder
 
 _SCHEMES = (
     "http",
@@ -73,7 +74,9 @@ def check_store(tracking_uri: str, *, timeout_s: float = 5.0) -> None:
         _check_database(path, tracking_uri)
     elif tracking_uri.startswith(("http://", "https://")):
         _check_server(tracking_uri, timeout_s)
-    elif urlsplit(tracking_uri).scheme in ("", "file"):
+    elif tracking_uri.startswith("file:") or (
+        not urlsplit(tracking_uri).scheme and "/" in tracking_uri
+    ):
         from mlflow import environment_variables
 
         allowed = getattr(environment_variables, "MLFLOW_ALLOW_FILE_STORE", None)
@@ -82,27 +85,6 @@ def check_store(tracking_uri: str, *, timeout_s: float = 5.0) -> None:
                 f"tracking_uri={tracking_uri!r}: this version of MLflow no longer supports folders. "
                 "Use sqlite:///FILE, or set the environment variable MLFLOW_ALLOW_FILE_STORE=true"
             )
-
-
-def check_writable_folder(folder: Path, what: str) -> None:
-    """Check that ``folder`` can be written or made.
-
-    Args:
-        folder: The folder, which need not exist.
-        what: Field and value, for the message.
-
-    Raises:
-        ValueError: The nearest existing parent is a file or is not writable.
-    """
-    existing = folder
-    while not existing.exists():
-        existing = existing.parent
-    if not existing.is_dir():
-        raise ValueError(
-            f"{what}: {existing} is a file, so no folder can be created there. Give another folder"
-        )
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise ValueError(f"{what}: {existing} is not writable. Give a folder with write permission")
 
 
 def _check_database(path: Path, tracking_uri: str) -> None:

@@ -8,6 +8,7 @@ import threading
 from contextlib import contextmanager
 from typing import Any
 
+import mlflow
 import pytest
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
@@ -124,9 +125,19 @@ def test_unknown_tracking_uri_is_refused_before_launch(tmp_path, uri, words):
         "uc:x",
     ],
 )
-def test_other_mlflow_stores_are_not_checked(tmp_path, uri):
+def test_other_mlflow_stores_are_not_checked(tmp_path, uri, monkeypatch):
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     MLFlowLogger(save_dir=str(tmp_path), tracking_uri=uri).check()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("uri", ["runs/mlruns", "/abs/mlruns", "file:///abs"])
+def test_folder_is_refused_if_mlflow_refuses_it(tmp_path, uri, monkeypatch):
+    monkeypatch.delenv("MLFLOW_ALLOW_FILE_STORE", raising=False)
+    if not hasattr(mlflow.environment_variables, "MLFLOW_ALLOW_FILE_STORE"):
+        return  # an earlier version supports folders
+    with pytest.raises(ValueError, match="no longer supports folders"):
+        MLFlowLogger(save_dir=str(tmp_path), tracking_uri=uri).check()
 
 
 def _impatient(monkeypatch):
