@@ -82,7 +82,9 @@ def test_prepared_folder_is_reused(prepared, corpus):
 
 def test_other_settings_need_overwrite(corpus, tmp_path):
     first = prepare(config_of(corpus, tmp_path / "store"))
-    with pytest.raises(StoreError, match=r"vocabulary_size was 320 and is now 300.*--overwrite"):
+    with pytest.raises(
+        StoreError, match=r"vocabulary_size was 320 and is now 300.*--data.overwrite"
+    ):
         prepare(config_of(corpus, first.folder, vocabulary_size=300))
     assert verify_store(first.folder).vocabulary_size == 320
     replaced = prepare(config_of(corpus, first.folder, vocabulary_size=300, overwrite=True))
