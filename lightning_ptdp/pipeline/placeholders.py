@@ -36,7 +36,7 @@ class Placeholder(nn.Module):
 
     def __init__(self, name: str, original: nn.Module, boundary: Boundary) -> None:
         super().__init__()
-        for key, value in plain_attributes(original).items():
+        for key, value in plain_attributes(name, original).items():
             if key not in vars(self) and key != "forward":
                 self.__dict__[key] = value
         self.training = original.training

@@ -197,24 +197,33 @@ class _Shell:
     are shells too.
     """
 
-    def __init__(self, attributes: dict[str, object]) -> None:
+    def __init__(self, name: str, attributes: dict[str, object]) -> None:
         self.__dict__.update(attributes)
+        self._ptdp_name = name
 
     def __getattr__(self, key: str) -> NoReturn:
+        name = self.__dict__.get("_ptdp_name", "?")
         check_kept(self, key)
         raise AttributeError(
-            f"the code reads the attribute '{key}' of a module that is on another pipeline stage"
+            f"'{name}' and its attribute '{key}' are on another pipeline stage. Use them in the "
+            "forward of the block that contains the module, or use pipeline_parallel_size=1"
+        )
+
+    def __call__(self, *_args: object, **_kwargs: object) -> NoReturn:
+        raise StageError(
+            f"'{self._ptdp_name}' is called, but it is on another pipeline stage. Call it in the "
+            "forward of the block that contains it, or use pipeline_parallel_size=1"
         )
 
 
-def plain_attributes(module: nn.Module) -> dict[str, object]:
-    """Return a module's public attributes that are neither parameters nor buffers.
+def plain_attributes(name: str, module: nn.Module) -> dict[str, object]:
+    """Return the public attributes of module ``name`` that are neither parameters nor buffers.
 
     Its children become shells.
     """
     attributes = {key: value for key, value in vars(module).items() if not key.startswith("_")}
     children = {
-        key: _Shell(plain_attributes(child))
+        key: _Shell(f"{name}.{key}", plain_attributes(f"{name}.{key}", child))
         for key, child in module._modules.items()
         if child is not None
     }

@@ -225,6 +225,36 @@ def test_reading_weight_of_other_stage_is_refused():
         )
 
 
+class CallsLayerOfBlock(Net):
+    """Calls a layer of the first block, which is on another stage."""
+
+    def __init__(self):
+        super().__init__(tuples=True)
+
+    def forward(self, ids):
+        return super().forward(ids) + self.layers[0].inner(torch.zeros(6)).sum()
+
+
+class ReadsWeightOfBlock(CallsLayerOfBlock):
+    def forward(self, ids):
+        return Net.forward(self, ids) + self.layers[0].inner.weight.sum()
+
+
+@pytest.mark.parametrize(
+    ("model", "error", "words"),
+    [
+        (CallsLayerOfBlock, StageError, "'layers.0.inner' is called, but it is on another"),
+        (ReadsWeightOfBlock, AttributeError, "'layers.0.inner' and its attribute 'weight' are"),
+    ],
+)
+def test_use_of_layer_inside_block_of_other_stage_is_refused(model, error, words):
+    part = model()
+    cut = PipelineCut(part, parts=find_parts(part), ranges=RANGES, stages=(2,))
+    hidden = crossing_of((torch.zeros(2, 5, 6), None))
+    with pytest.raises(error, match=words):
+        cut.run(2, hidden, lambda: part(torch.zeros(2, 5, dtype=torch.long)), training=True)
+
+
 def test_block_container_is_found_or_error_names_option():
     assert find_blocks(Net()) == ("layers",)
     assert find_blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))) == ("",)
