@@ -27,6 +27,7 @@ from lightning_ptdp.attention.attention_protocol import (
 )
 from lightning_ptdp.attention.sequence_chunks import unshard_sequence
 from lightning_ptdp.forward.matrix_product import autocast_dtype
+from lightning_ptdp.shims.torch import is_checkpointing
 from lightning_ptdp.shims.torch_distributed import all_gather_single
 
 _BIDIRECTIONAL = 1
@@ -67,6 +68,7 @@ class SlicedAttention:
         known: Mask for the calls of a model that was given ``known_mask``.
         attended: True if it was called.
         seen: Calls with a mask of the slice or none: causal or not, and number of key/value heads.
+        is_recomputable: True where the recomputation of a checkpoint is intercepted as well.
     """
 
     distributed: DistributedAttention
@@ -76,6 +78,7 @@ class SlicedAttention:
     known: WholeMask | None = None
     attended: bool = False
     seen: set[tuple[bool, int]] = field(default_factory=set)
+    is_recomputable: bool = False
     _last: tuple[object, WholeMask | None, Tensor | None] = (None, None, None)
 
     def __call__(self, call: AttentionCall) -> Tensor:
@@ -153,12 +156,20 @@ class SlicedAttention:
                 "context_parallel_size=1 for a key/value cache, cross-attention, or tokens "
                 "that the model adds to the sequence"
             )
-        if self.differentiates and not torch.is_grad_enabled() and _is_in_autograd_function():
+        if self._is_recomputed_elsewhere():
             raise ContextParallelError(
-                "attention runs inside the forward of a torch.autograd.Function, as under a "
-                "reentrant checkpoint. Its recomputation could not be intercepted. Use "
-                "PTDPStrategy(recompute=...) or use_reentrant=False"
+                "attention runs inside torch.utils.checkpoint or the forward of another "
+                "torch.autograd.Function, whose recomputation cannot be intercepted. Turn the "
+                "model's own checkpointing off, and use PTDPStrategy(recompute='full')"
             )
+
+    def _is_recomputed_elsewhere(self) -> bool:
+        if not self.differentiates:
+            return False
+        if not torch.is_grad_enabled():
+            return _is_in_autograd_function()
+        is_compiling = torch.compiler.is_compiling()
+        return not self.is_recomputable and not is_compiling and is_checkpointing()
 
     def _read(self, call: AttentionCall, samples: int, kv_heads: int) -> WholeMask:
         """Read the mask of a call; collective if the batch has a padding mask.

@@ -73,6 +73,16 @@ class ContextForward(Supplier, SliceFunctions):
         return group.size * count.to(loss.dtype) / total.clamp(min=1)
 
     @contextlib.contextmanager
+    def recomputable(self) -> Iterator[None]:
+        """Allow attention in a checkpoint whose recomputation is intercepted."""
+        outer = self.attention.is_recomputable
+        self.attention.is_recomputable = True
+        try:
+            yield
+        finally:
+            self.attention.is_recomputable = outer
+
+    @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Intercept the forward, or its recomputation, inside the context."""
         with self.attached(), self.mode():
@@ -185,7 +195,7 @@ class ContextParallel(Surrounding):
     def recomputation(self, forward: Forward) -> Contexts | None:
         """Intercept the recomputation too, so that it attends over the full sequence."""
         assert isinstance(forward.part, ContextForward)
-        return contextlib.nullcontext(), forward.part.active()
+        return forward.part.recomputable(), forward.part.active()
 
     def _begin(self, batch: Any, seen: Collection[tuple[bool, int]]) -> ContextForward:
         length = sequence_length(batch, self.sequence_dims)

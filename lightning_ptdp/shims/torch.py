@@ -185,6 +185,15 @@ def saved_tensor_hooks() -> object:
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
+def is_checkpointing() -> bool:
+    """Return True if ``torch.utils.checkpoint`` will recompute the running operations.
+
+    It is False under reentrant checkpoints, and in the recomputation itself.
+    """
+    hooks: Any = saved_tensor_hooks()
+    return hooks is not None and hooks[0].__qualname__.startswith("_checkpoint_hook.")
+
+
 def forward_hooks(module: nn.Module) -> tuple[dict[int, Callable[..., object]], dict[int, bool]]:
     """Return a module's forward hooks by key, and the keys of those with keyword arguments.
 
