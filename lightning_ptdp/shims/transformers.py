@@ -59,6 +59,14 @@ def is_capture(hook: object) -> bool:
     return getattr(hook, "__module__", None) == _CAPTURING
 
 
+def is_gradient_request(hook: object) -> bool:
+    """Return True if a forward hook makes the output of the embedding require a gradient.
+
+    transformers (``gradient_checkpointing_enable``), peft and trl add hooks of this name.
+    """
+    return getattr(hook, "__name__", "").startswith("make_inputs_require_grad")
+
+
 def is_huggingface_model(module: nn.Module) -> bool:
     """Return True if a module is a model of transformers."""
     return callable(getattr(type(module), "can_generate", None))

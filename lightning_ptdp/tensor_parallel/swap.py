@@ -8,6 +8,8 @@ from functools import partial
 from torch import nn
 
 from lightning_ptdp.parameters.placement import Placement
+from lightning_ptdp.shims.torch import forward_hooks
+from lightning_ptdp.shims.transformers import is_gradient_request
 from lightning_ptdp.tensor_parallel.kinds import Kind, ModulePlace
 from lightning_ptdp.tensor_parallel.named_modules import matches
 from lightning_ptdp.tensor_parallel.parallel_plan import ParallelPlan
@@ -23,7 +25,8 @@ def shard_module(
     """Return the parallel version of a module and the placements of its parameters.
 
     The parallel version keeps the dtype, device (meta included), ``requires_grad``, training mode
-    and the parameters' own Python attributes. It does not keep forward hooks.
+    and the parameters' own Python attributes. It keeps only the forward hooks that request a
+    gradient.
 
     Some modules are returned unchanged: a ``Position`` module without sequence parallelism, a
     ``Partial`` or ``Alias`` module, and every module in a group of one. A ``Region`` module is
@@ -43,7 +46,12 @@ def shard_module(
             name: Placement.replicated(parameter.shape)
             for name, parameter in module.named_parameters()
         }
-    return kind.shard(module, place)
+    sharded, placements = kind.shard(module, place)
+    if sharded is not module:
+        for hook in forward_hooks(module)[0].values():
+            if is_gradient_request(hook):
+                sharded.register_forward_hook(hook)
+    return sharded, placements
 
 
 def split_sequence(model: nn.Module, plan: ParallelPlan, *, group: Group) -> None:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.huggingface.runs import LAYOUTS, SAMPLES, Run
+from tests.huggingface.runs import LAYOUTS, SAMPLES, LitHuggingFace, Run
 from tests.parity import assert_near, assert_weights_near
 
 pytestmark = pytest.mark.thorough
@@ -57,6 +57,20 @@ def test_declared_plan_matches_single_process(model, options, layout, parity):
 )
 def test_torch_transformer_encoder_matches_single_process(options, layout, parity):
     parity.check(Run(model="encoder", options=options), LAYOUTS[layout])
+
+
+class LitCheckpointing(LitHuggingFace):
+    """Turns on the model's own recomputation, with frozen embeddings as in adapter training."""
+
+    def configure_model(self):
+        super().configure_model()
+        self.model.gradient_checkpointing_enable({"use_reentrant": True})
+        self.model.get_input_embeddings().requires_grad_(False)
+
+
+@pytest.mark.parametrize("layout", ["t2p2v2sp", "d2t2p2"])
+def test_gradient_checkpointing_of_model_matches_single_process(layout, parity):
+    parity.check(Run(model="llama", module=LitCheckpointing), LAYOUTS[layout])
 
 
 def test_eager_model_with_whole_output_matches_single_process(parity):

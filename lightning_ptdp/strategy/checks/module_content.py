@@ -30,7 +30,7 @@ from lightning_ptdp.shims.torch import (
     has_accumulation_hooks,
     has_gradient_hooks,
 )
-from lightning_ptdp.shims.transformers import is_capture
+from lightning_ptdp.shims.transformers import is_capture, is_gradient_request
 from lightning_ptdp.tensor_parallel import Alias, Kind, Partial, Region, Whole
 from lightning_ptdp.world.layout import ParallelLayout
 
@@ -238,7 +238,7 @@ def check_hooks(model: nn.Module, kinds: Mapping[str, Kind]) -> None:
     for name, kind in kinds.items():
         hooks, _ = forward_hooks(model.get_submodule(name))
         if not isinstance(kind, Alias | Partial | Region) and not all(
-            map(is_capture, hooks.values())
+            is_capture(hook) or is_gradient_request(hook) for hook in hooks.values()
         ):
             raise ValueError(
                 f"'{name}' has a forward hook, but tensor parallelism replaces this module "
