@@ -18,8 +18,8 @@ from lightning_ptdp.base.time_limit import one_at_a_time
 from lightning_ptdp.loggers.background_writer import BackgroundWriter
 from lightning_ptdp.loggers.tracking_store import (
     SilentServerError,
+    create_database,
     sqlite_path,
-    unsynchronized_if_new,
 )
 
 # Import it when used. The import is repeated here because the parser reads such imports in the file
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 Client: TypeAlias = "MlflowClient"
 
 LIMIT_S = 30.0
+_CREATION_LIMIT_S = 300.0
 _DEFAULTS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
@@ -117,11 +118,9 @@ def connect(options: RunOptions, run_id: str | None, *, may_be_gone: bool) -> Li
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
     # If several processes find no tables, all but one would fail to create them.
-    with (
-        one_at_a_time(folder, limit_s=LIMIT_S),
-        unsynchronized_if_new(path),
-        quiet(*_CHATTY),
-    ):
+    with one_at_a_time(folder, limit_s=_CREATION_LIMIT_S), quiet(*_CHATTY):
+        if path is not None:
+            create_database(path)
         try:
             inner = _find(options, run_id)
         except ValueError as error:

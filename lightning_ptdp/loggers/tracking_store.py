@@ -10,7 +10,7 @@ import http.client
 import os
 import socket
 import sqlite3
-from collections.abc import Iterator
+from glob import escape
 from importlib.metadata import entry_points
 from pathlib import Path
 from urllib.parse import quote, unquote, urlsplit
@@ -151,25 +151,25 @@ def _check_server(tracking_uri: str, timeout_s: float) -> None:
         pass  # the server answered, or its handshake needs more than this one offers
 
 
-# ---- Fast creation of an SQLite database ---------------------------------------------------------
+# ---- Creation of an SQLite database --------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def unsynchronized_if_new(path: Path | None) -> Iterator[None]:
-    """Do not wait for the disk while the tables of a new database are created.
+def create_database(path: Path) -> None:
+    """Create the database of ``path`` with MLflow's tables, unless the file exists.
 
-    MLflow creates them in about a hundred transactions. SQLite would wait several times in each.
-    Instead, the file is written to the disk once, at the end.
-
-    Args:
-        path: File of the database. Nothing changes if it exists already, or for None.
+    MLflow creates the tables in about a hundred transactions that take seconds, and cannot
+    continue if a kill interrupts them. Therefore the file gets its name when it is complete. Until
+    then SQLite does not wait for the disk.
     """
-    if path is None or path.exists():
-        yield
+    if path.exists():
         return
+    from mlflow.tracking import MlflowClient
     from sqlalchemy import event
     from sqlalchemy.engine import Engine
 
+    new = path.with_name(f".{path.name}.new")
+    for left in path.parent.glob(f"{escape(new.name)}*"):  # by a killed process, with its journal
+        left.unlink()
     opened: list[sqlite3.Connection] = []
 
     def relax(connection: object, _record: object) -> None:
@@ -179,12 +179,12 @@ def unsynchronized_if_new(path: Path | None) -> Iterator[None]:
 
     event.listen(Engine, "connect", relax)
     try:
-        yield
+        MlflowClient(sqlite_uri(new)).search_experiments(max_results=1)
     finally:
         event.remove(Engine, "connect", relax)
         for connection in opened:
-            with contextlib.suppress(sqlite3.ProgrammingError):  # closed in the meantime
-                connection.execute("PRAGMA synchronous=FULL")
-        if path.exists():
-            with path.open("rb+") as file:
-                os.fsync(file.fileno())
+            with contextlib.suppress(sqlite3.ProgrammingError):  # of another thread
+                connection.close()
+    with new.open("rb+") as file:
+        os.fsync(file.fileno())
+    new.replace(path)

@@ -1,13 +1,14 @@
-"""Creation of a database without waiting for the disk."""
+"""Creation of a database: complete or absent, and without waiting for the disk."""
+
+import multiprocessing
+import os
+import sqlite3
 
 import pytest
-from sqlalchemy import create_engine, event
+from sqlalchemy import event
 from sqlalchemy.engine import Engine
 
 from lightning_ptdp.loggers import MLFlowLogger
-from lightning_ptdp.loggers.tracking_store import unsynchronized_if_new
-
-OFF, FULL = 0, 2
 
 
 @pytest.fixture
@@ -23,28 +24,37 @@ def statements():
     event.remove(Engine, "connect", trace)
 
 
-def synchronous(engine):
-    with engine.connect() as connection:
-        return connection.exec_driver_sql("PRAGMA synchronous").scalar()
-
-
-def test_only_creation_of_new_database_does_not_wait(tmp_path):
-    path = tmp_path / "new.db"
-    engine = create_engine(f"sqlite:///{path}")
-    with unsynchronized_if_new(path):
-        assert synchronous(engine) == OFF
-    assert synchronous(engine) == FULL
-    assert path.exists()
-    with unsynchronized_if_new(path):
-        assert synchronous(create_engine(f"sqlite:///{path}")) == FULL
-
-
 def test_logger_creates_its_database_without_waiting(tmp_path, statements):
     assert MLFlowLogger(save_dir=str(tmp_path)).experiment
-    off, full = (statements.index(f"PRAGMA synchronous={value}") for value in ("OFF", "FULL"))
+    off = statements.index("PRAGMA synchronous=OFF")
     created = [at for at, line in enumerate(statements) if line.lstrip().startswith("CREATE TABLE")]
     assert off < min(created)
-    assert max(created) < full
+    assert os.listdir(tmp_path) == ["mlflow.db"]
     statements.clear()
     assert MLFlowLogger(save_dir=str(tmp_path)).experiment
     assert "PRAGMA synchronous=OFF" not in statements
+    assert not any("CREATE TABLE" in line for line in statements)
+
+
+def _end_while_tables_are_created(folder):
+    def end(connection, _record):
+        connection.set_trace_callback(
+            lambda line: os._exit(1) if "tmp_trace_tags" in line else None
+        )
+
+    event.listen(Engine, "connect", end)
+    _ = MLFlowLogger(save_dir=folder).experiment
+
+
+def test_process_killed_during_creation_leaves_no_database(tmp_path):
+    process = multiprocessing.get_context("spawn").Process(
+        target=_end_while_tables_are_created, args=(str(tmp_path),)
+    )
+    process.start()
+    process.join(300)
+    assert process.exitcode == 1
+    assert not (tmp_path / "mlflow.db").exists()
+    assert MLFlowLogger(save_dir=str(tmp_path)).experiment
+    assert os.listdir(tmp_path) == ["mlflow.db"]
+    with sqlite3.connect(tmp_path / "mlflow.db") as database:
+        assert database.execute("select count(*) from experiments").fetchone() == (2,)
