@@ -28,7 +28,6 @@ from lightning_ptdp.blocks.local_blocks import local_blocks
 from lightning_ptdp.forward.deferred_weight_gradients import Products, multiply
 from lightning_ptdp.forward.matrix_product import MatrixProduct, add_to_gradient, rows
 from lightning_ptdp.forward.own_forward import OwnForward, replace_forward
-from lightning_ptdp.parameters.rounded_weight import RoundedWeight
 from lightning_ptdp.pipeline.containers import Blocks
 from lightning_ptdp.shims.quantization import Recipe, make_recipe, scaled, weight_operand
 from lightning_ptdp.tensor_parallel import Column, Kind, Row
@@ -50,6 +49,33 @@ Float8Scaling = Literal["tensorwise", "rowwise"]
 _UNIT = 16
 _LEAST_CAPABILITY = (8, 9)
 _INDEX = re.compile(r"\.\d+\.")
+
+
+@dataclass(eq=False)
+class RoundedWeight:
+    """A weight in float8 with its scale, as the replicas that share it gather it.
+
+    Attributes:
+        recipe: Recipe of the rounding.
+        fetch: Gathers the values.
+        used: Products use these values; otherwise they round the weight itself.
+        values: In the weight's shape, float8; None while they are freed.
+        scale: () float32, by which the weight was multiplied before it was rounded.
+    """
+
+    recipe: Recipe
+    fetch: Callable[[], None] = field(init=False)
+    used: bool = True
+    values: Tensor | None = None
+    scale: Tensor | None = None
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        """Return values and scale; values that are freed are gathered."""
+        if self.values is None:
+            self.fetch()
+        assert self.values is not None
+        assert self.scale is not None
+        return self.values, self.scale
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ during a pass gathers its unit (``absent_parameters.py``). The autograd graph do
 It saves their positions, and the backward gathers the unit when it needs them. All replicas run the
 same passes, and therefore gather in the same order.
 
-Weights of products in float8 are gathered in float8 (``rounded_parameters.py``). If other code
+Weights of products in float8 are gathered in float8. If other code
 reads one in a pass, it may also write to it, so the unrounded values are gathered until the pass
 ends.
 """
@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ptdp.base.function_replacement import PartialModelError
+from lightning_ptdp.blocks.fp8 import RoundedWeight
 from lightning_ptdp.data_parallel.absent_parameters import set_access
 from lightning_ptdp.data_parallel.flat_parameters import (
     FlatParameters,
@@ -37,12 +38,17 @@ from lightning_ptdp.data_parallel.flat_parameters import (
     ParameterState,
 )
 from lightning_ptdp.data_parallel.reduction import Reduction
-from lightning_ptdp.data_parallel.rounded_parameters import RoundedParameters, agree_on_scales
-from lightning_ptdp.data_parallel.sharded_units import Gathered, Unit, lay_out_unit, make_units
+from lightning_ptdp.data_parallel.sharded_units import (
+    Gathered,
+    RoundedParameters,
+    Unit,
+    agree_on_scales,
+    lay_out_unit,
+    make_units,
+)
 from lightning_ptdp.forward.own_forward import OwnForward, replace_forward
 from lightning_ptdp.forward.surroundings import Forward, Surrounding
 from lightning_ptdp.parameters.managed_parameter import ManagedParameter, ManagedParameters
-from lightning_ptdp.parameters.rounded_weight import RoundedWeight
 from lightning_ptdp.pipeline.containers import Blocks
 from lightning_ptdp.shims.quantization import PackedProduct, elements_of, is_packed, release
 

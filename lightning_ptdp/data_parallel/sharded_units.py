@@ -1,6 +1,11 @@
 """Units of sharded parameters: what replicas gather together, and how it is stored.
 
 A unit holds the parameters of one block, or those of a stage outside of its blocks.
+
+Weights that only float8 products read are gathered in float8. Each replica rounds its own part and
+sends one byte per element. All use the scale of the full weight, so the gathered values are those
+to which one process rounds it. torchao and FSDP2 gather in the same way
+(``enable_fsdp_float8_all_gather``).
 """
 
 from __future__ import annotations
@@ -10,15 +15,126 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
+from lightning_ptdp.blocks.fp8 import RoundedWeight
 from lightning_ptdp.blocks.local_blocks import local_blocks
-from lightning_ptdp.data_parallel.flat_parameters import FlatParameters, lay_out
-from lightning_ptdp.data_parallel.reduction import Reduction
-from lightning_ptdp.data_parallel.rounded_parameters import RoundedParameters
+from lightning_ptdp.data_parallel.flat_parameters import (
+    FlatParameters,
+    ParameterState,
+    lay_out,
+    parts_of,
+)
+from lightning_ptdp.data_parallel.reduction import PendingReduction, Reduction
 from lightning_ptdp.parameters.managed_parameter import ManagedParameter, ManagedParameters
 from lightning_ptdp.pipeline.containers import Blocks
-from lightning_ptdp.shims.quantization import elements_of, is_packed
+from lightning_ptdp.shims.quantization import elements_of, is_packed, rounded_weight, weight_scale
+
+
+class RoundedParameters:
+    """The parameters of a flat tensor in float8.
+
+    Args:
+        flat: The parameters.
+        weights: Receive the gathered values.
+
+    Attributes:
+        flat: The parameters.
+        whole: (n,) float8; None while it is freed.
+        state: State of the values.
+    """
+
+    def __init__(self, flat: FlatParameters, weights: Mapping[nn.Parameter, RoundedWeight]) -> None:
+        self.flat = flat
+        self.whole: Tensor | None = None
+        self.state = ParameterState.SHARDED
+        self._weights = {managed: weights[managed.parameter] for managed in flat.parameters}
+        self._recipe = self._weights[flat.parameters[0]].recipe
+        self._pending: PendingReduction | None = None
+
+    @torch.no_grad()
+    def largest(self) -> Tensor:
+        """Return the largest magnitude in this rank's part of each parameter, (k) float32."""
+        self.flat.settled()
+        zero = self.flat.own.new_zeros(())
+        found = {managed: values.abs().amax() for managed, _, values in self.flat.own_parts()}
+        return torch.stack([found.get(managed, zero) for managed in self._weights]).float()
+
+    def rescale(self, largest: Tensor) -> None:
+        """Round from now on with the scales for these largest magnitudes of whole parameters."""
+        scales = weight_scale(largest, self._recipe)
+        for weight, scale in zip(self._weights.values(), scales.unbind(), strict=True):
+            weight.scale = scale
+
+    def use(self, used: bool) -> None:
+        """Let products use these values, or round the weights themselves."""
+        for weight in self._weights.values():
+            weight.used = used
+
+    @torch.no_grad()
+    def start_gather(self) -> None:
+        """Start to gather the values, if they are missing; collective."""
+        if self.state is not ParameterState.SHARDED:
+            return
+        self.state = self.state.to(ParameterState.GATHERING)
+        flat = self.flat
+        flat.settled()
+        self.whole = torch.empty(flat.size, dtype=torch.uint8, device=flat.own.device)
+        mine = flat.reduction.mine(self.whole)
+        stop = flat.begin + flat.own.numel()
+        for managed, _, region in parts_of(
+            flat.parameters, flat.offsets, flat.begin, stop, first=False
+        ):
+            scale = self._weights[managed].scale
+            assert scale is not None
+            rounded = rounded_weight(flat.at(region), scale, self._recipe)
+            mine[region.start - flat.begin : region.stop - flat.begin] = rounded.view(torch.uint8)
+        self._pending = flat.reduction.start_gather(self.whole)
+
+    def wait(self) -> None:
+        """Return when the values are whole; on CUDA, when the current stream waits for it."""
+        self.start_gather()
+        pending = self._pending
+        self._pending = None
+        if pending is None:
+            return
+        pending.wait()
+        assert self.whole is not None
+        self.whole = self.whole.view(self._recipe.config.cast_config_weight.target_dtype)
+        views = self.flat.views(self.whole)
+        for weight, view in zip(self._weights.values(), views, strict=True):
+            weight.values = view
+        self.state = self.state.to(ParameterState.WHOLE)
+
+    def free(self) -> None:
+        """Free the values; a graph that has saved them keeps its own reference."""
+        if self.state is ParameterState.GATHERING:
+            self.wait()  # memory that a message is written to cannot be given away
+        if self.state is ParameterState.WHOLE:
+            self.state = self.state.to(ParameterState.SHARDED)
+            self.whole = None
+            for weight in self._weights.values():
+                weight.values = None
+
+
+def agree_on_scales(rounded: Sequence[RoundedParameters]) -> None:
+    """Scale parameters by their largest magnitudes over the replicas; collective.
+
+    There is one reduction for all parameters that the same ranks share.
+    """
+    shared: dict[tuple[int, ...], list[RoundedParameters]] = {}
+    for parameters in rounded:
+        shared.setdefault(parameters.flat.reduction.inner.ranks, []).append(parameters)
+    for members in shared.values():
+        parts = [parameters.largest() for parameters in members]
+        largest = torch.cat(parts)
+        group = members[0].flat.reduction.inner
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group.handle)
+        values = largest.split([part.numel() for part in parts])
+        for parameters, maxima in zip(members, values, strict=True):
+            parameters.rescale(maxima)
+
 
 Gathered = FlatParameters | RoundedParameters
 """A storage, or its values in float8."""
@@ -120,10 +236,10 @@ def lay_out_unit(
         alone = managed if placement.tied else None
         key = elements_of(parameter).dtype, placement.data_axes, parameter.requires_grad, alone
         kinds.setdefault((*key, parameter in rounded, managed.stays_whole), []).append(managed)
-    for (_, axes, *_, whole), alike in kinds.items():
-        parameters = [managed.parameter for managed in alike]
+    for (_, axes, *_, whole), members in kinds.items():
+        parameters = [managed.parameter for managed in members]
         reduction = reductions[axes]
-        yield make(alike, *lay_out(parameters, reduction, whole=whole), reduction)
+        yield make(members, *lay_out(parameters, reduction, whole=whole), reduction)
 
 
 def _is_plain(parameter: nn.Parameter) -> bool:
