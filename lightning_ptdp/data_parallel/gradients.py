@@ -20,8 +20,7 @@ from lightning_ptdp.data_parallel.optimizer_parameters import (
     is_cut_for_step,
 )
 from lightning_ptdp.data_parallel.sharded_parameters import ShardedParameters
-from lightning_ptdp.data_parallel.step_gradients import StepGradients
-from lightning_ptdp.data_parallel.unused_gradients import UnusedGradients
+from lightning_ptdp.data_parallel.step_gradients import StepGradients, UnusedGradients
 from lightning_ptdp.parameters.managed_parameter import ManagedParameters
 from lightning_ptdp.world.mesh import ProcessMesh
 

@@ -129,6 +129,63 @@ def _holder(gradient: Tensor) -> Tensor:
     return holder
 
 
+class UnusedGradients:
+    """Removes the zero gradients of parameters that no rank has used.
+
+    An optimizer moves a parameter with a zero gradient by its momentum and decay. In one process
+    such a parameter has no gradient, and does not move.
+
+    Args:
+        parameters: This rank's parameters.
+        count: Number of the uncut model's parameters.
+        mesh: This rank's position and groups.
+        device: This rank's device.
+    """
+
+    def __init__(
+        self, parameters: ManagedParameters, *, count: int, mesh: ProcessMesh, device: torch.device
+    ) -> None:
+        # Stages and tensor ranks may share a parameter that only some of them use.
+        self._group = mesh.world
+        orders = [managed.order for managed in parameters.values()]
+        held = torch.zeros(count, dtype=torch.uint8)
+        held[orders] = 1
+        self._held = held.to(device)
+        self._used = self._held
+        self._exchange: dist.Work | None = None
+
+    def remove(self, store: GradientStore) -> None:
+        """Remove the gradients of unused parameters before the optimizer's step.
+
+        Collective over the world. Only a rank with unused parameters waits for the others' answer.
+        """
+        unused = store.unused()
+        if self._group.size > 1:
+            self._start_exchange([managed.order for managed in unused])
+            if not unused:
+                return
+            self._wait()
+            flags = self._used.tolist()
+            unused = [managed for managed in unused if not flags[managed.order]]
+        for managed in unused:
+            if managed.stepped is not None:
+                managed.stepped.grad = None
+
+    def _start_exchange(self, unused: list[int]) -> None:
+        """Start to exchange which parameters are used."""
+        self._wait()  # the memory of the last exchange can now be given away
+        self._used = self._held.clone()
+        if unused:
+            self._used[unused] = 0
+        self._exchange = dist.all_reduce(
+            self._used, op=dist.ReduceOp.MAX, group=self._group.handle, async_op=True
+        )
+
+    def _wait(self) -> None:
+        if self._exchange is not None:
+            self._exchange.wait()
+
+
 # ---- View of the gradients for hooks that run between the backward and the step ------------------
 #
 # ``parameter.grad`` is the gradient of the optimizer's step; with a sharded optimizer it is this
