@@ -15,7 +15,7 @@ from lightning_ptdp.forward.matrix_product import StepCasts
 from lightning_ptdp.parameters.managed_parameter import ManagedParameters, WholeParameters
 from lightning_ptdp.parameters.materialize import Materializer
 from lightning_ptdp.parameters.placement import Placement
-from lightning_ptdp.parameters.uncut_view import UncutView
+from lightning_ptdp.parameters.structure_copies import UncutView
 from lightning_ptdp.pipeline.containers import Blocks
 from lightning_ptdp.pipeline.placeholders import Placeholder
 from lightning_ptdp.pipeline.stage import PipelineCut

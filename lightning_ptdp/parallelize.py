@@ -51,7 +51,7 @@ from lightning_ptdp.parameters.materialize import (
     put_values,
 )
 from lightning_ptdp.parameters.placement import slice_full
-from lightning_ptdp.parameters.uncut_view import UncutView
+from lightning_ptdp.parameters.structure_copies import UncutView
 from lightning_ptdp.pipeline.containers import layer_ranges
 from lightning_ptdp.pipeline.discover import KnownParts
 from lightning_ptdp.pipeline.stage import PipelineCut

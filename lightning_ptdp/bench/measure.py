@@ -26,7 +26,7 @@ from lightning_ptdp.callbacks.step_metrics import (
 )
 from lightning_ptdp.checkpoint.save_agreement import gather
 from lightning_ptdp.config import PTDPConfig
-from lightning_ptdp.parameters.shadow import without_tensors
+from lightning_ptdp.parameters.structure_copies import without_tensors
 from lightning_ptdp.pipeline.action_recorder import ActionRecorder
 from lightning_ptdp.planner import (
     device_here,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_ptdp.parameters.shadow import shallow_copy, without_tensors
+from lightning_ptdp.parameters.structure_copies import shallow_copy, without_tensors
 from lightning_ptdp.shims.peft import adapter_initializer
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -29,7 +29,7 @@ class Initializers:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._shadow = without_tensors(model)
+        self._copy = without_tensors(model)
 
     def __call__(self, name: str, *, others: Collection[str] = ()) -> nn.Module | None:
         """Return a copy of the module ``name`` with initial values, at full size, on the CPU.
@@ -86,7 +86,7 @@ class Initializers:
 
     def _chain(self, name: str) -> list[Any]:
         """Return the modules from the root down to ``name``."""
-        chain: list[Any] = [self._shadow]
+        chain: list[Any] = [self._copy]
         for step in name.split(".") if name else ():
             chain.append(chain[-1]._modules[step])
         return chain

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_ptdp.base.nested import iterate_tensors, map_tensors
-from lightning_ptdp.parameters.shadow import without_tensors
+from lightning_ptdp.parameters.structure_copies import without_tensors
 from lightning_ptdp.pipeline.containers import ModelParts, layers_of
 from lightning_ptdp.pipeline.crossing import Crossing, StageError
 from lightning_ptdp.pipeline.remote_modules import SUMMED

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_ptdp.parameters.shadow import without_tensors
+from lightning_ptdp.parameters.structure_copies import without_tensors
 from lightning_ptdp.planner.operation_recorder import OperationRecorder, Trace, Weight
 from lightning_ptdp.planner.shapes import ExpertShape
 from lightning_ptdp.planner.software import Precision, Software

@@ -18,7 +18,7 @@ from lightning_ptdp.engine import Engine
 from lightning_ptdp.forward.surroundings import Context
 from lightning_ptdp.parallelize import apply_block_passes, parallelize
 from lightning_ptdp.parameters.materialize import awaits_values
-from lightning_ptdp.parameters.uncut_view import UncutView
+from lightning_ptdp.parameters.structure_copies import UncutView
 from lightning_ptdp.pipeline.discover import KnownParts
 from lightning_ptdp.shims.lightning import Trainer, count_replicas, fits, keep_model_summary
 from lightning_ptdp.shims.peft import set_magnitudes
@@ -210,7 +210,7 @@ class SetupHooks(StepHooks):
             with self.waiting_in("exchanging the names of frozen parameters"):
                 ranks = pipeline.gather(trained)
             trained = {name: trains for rank in ranks for name, trains in rank.items()}
-        return view.lent(parameters, trained=trained, device=self.root_device)
+        return view.inserted(parameters, trained=trained, device=self.root_device)
 
     def _make_optimizers(self, trainer: Trainer) -> None:
         try:

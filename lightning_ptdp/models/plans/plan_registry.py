@@ -16,7 +16,7 @@ from lightning_ptdp.models.plans.families import (
     TRANSFORMER,
     TRANSFORMER_ENCODER,
 )
-from lightning_ptdp.parameters.shadow import shallow_copy
+from lightning_ptdp.parameters.structure_copies import shallow_copy
 from lightning_ptdp.shims.peft import replaced_by
 from lightning_ptdp.shims.transformers import collects_by_itself
 from lightning_ptdp.tensor_parallel import Experts, Kind, ParallelPlan

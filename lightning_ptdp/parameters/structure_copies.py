@@ -1,9 +1,11 @@
-"""View of the uncut model for ``configure_optimizers`` on a rank that holds a part.
+"""Copies of a model's structure: without tensors, or uncut on a rank that holds a part.
 
-If a module is on another pipeline stage, or has been replaced, the tree contains a shell of it: an
-object of its type with its attributes and no memory. A shell holds this rank's parameters, and
-empty stand-ins for the parameters of other ranks. All parameters report their shapes in the whole
-model::
+A copy without tensors runs the model's own code at no cost.
+
+The uncut view is for ``configure_optimizers``. If a module is on another pipeline stage, or has
+been replaced, the tree contains a shell of it: an object of its type with its attributes and no
+memory. A shell holds this rank's parameters, and empty stand-ins for the parameters of other ranks.
+All parameters report their shapes in the uncut model::
 
     self.model.h        block 0 (shell, stand-ins)    block 1 (shell, stand-ins)    block 2    block 3
     rank 1 of 2         numel() of the uncut model    numel() of the uncut model    here       here
@@ -22,11 +24,75 @@ from lightning_ptdp.base.function_replacement import PartialModelError, PartialV
 from lightning_ptdp.parameters.managed_parameter import ManagedParameters
 
 
+def without_tensors(model: nn.Module) -> nn.Module:
+    """Return a copy whose tensors are on the meta device, without hooks and not compiled.
+
+    The model is not changed. Shared modules and parameters stay shared. Among plain attributes,
+    tensors, modules and containers of these are copied, because a forward may leave state in them.
+    All other attributes are the same objects as in the model."""
+    copy: nn.Module = _copy(model, {})
+    return copy
+
+
+def shallow_copy(module: nn.Module) -> nn.Module:
+    """Return a module with the same attributes.
+
+    ``copy.copy()`` is not used, because some modules refuse it, such as parametrized ones."""
+    copied = type(module).__new__(type(module))
+    copied.__dict__.update(module.__dict__)
+    return copied
+
+
+def _copy(value: Any, copies: dict[int, Any]) -> Any:
+    """Return the copy of one value; ``copies`` has those that exist, by identity."""
+    key = id(value)
+    if key in copies:
+        return copies[key]
+    if isinstance(value, nn.Module):
+        copies[key] = copied = shallow_copy(value)
+        _fill(copied, copies)
+    elif isinstance(value, nn.Parameter):
+        copies[key] = nn.Parameter(value.detach().to("meta"), value.requires_grad)
+    elif isinstance(value, Tensor):
+        copies[key] = value.detach().clone()
+    elif type(value) is dict:
+        copies[key] = {}
+        copies[key].update({name: _copy(one, copies) for name, one in value.items()})
+    elif type(value) is list:
+        copies[key] = []
+        copies[key].extend(_copy(one, copies) for one in value)
+    elif type(value) in (tuple, set):
+        copies[key] = type(value)(_copy(one, copies) for one in value)
+    else:
+        return value
+    return copies[key]
+
+
+def _fill(copied: nn.Module, copies: dict[int, Any]) -> None:
+    usual = vars(nn.Module())
+    fields = copied.__dict__
+    for key in ("_parameters", "_modules"):
+        fields[key] = {name: _copy(value, copies) for name, value in fields[key].items()}
+    fields["_buffers"] = {
+        name: None if buffer is None else buffer.detach().to("meta")
+        for name, buffer in fields["_buffers"].items()
+    }
+    for key, value in fields.items():
+        if "_hooks" in key and key in usual:
+            fields[key] = usual[key]
+        elif key not in usual:
+            fields[key] = _copy(value, copies)
+    fields.pop("_compiled_call_impl", None)  # it would call the model itself
+
+
+# ---- Uncut view of a model --------------------------------------------------------------------------
+
+
 class UncutView:
     """Structure of a module before it is cut.
 
     Args:
-        module: The whole module.
+        module: The uncut module.
         names: First name under which each parameter is registered.
     """
 
@@ -40,10 +106,10 @@ class UncutView:
         }
 
     @contextlib.contextmanager
-    def lent(
+    def inserted(
         self, local: ManagedParameters, *, trained: Mapping[str, bool], device: torch.device
     ) -> Iterator[dict[nn.Parameter, str]]:
-        """Let the module look uncut inside the context; yield the stand-ins and their names.
+        """Make the module look uncut inside the context; yield the stand-ins and their names.
 
         Args:
             local: The local parameters.
@@ -155,10 +221,10 @@ _SHAPES: frozenset[Callable[..., object]] = frozenset(
 
 
 class _WholeShapes(PartialValues):
-    """Mode that answers questions about shapes from the whole model.
+    """Mode that answers questions about shapes from the uncut model.
 
     Args:
-        views: By parameter, its name and a tensor of its shape in the whole model.
+        views: By parameter, its name and a tensor of its shape in the uncut model.
     """
 
     def __init__(self, views: Mapping[Tensor, tuple[str, Tensor]]) -> None:
@@ -179,10 +245,10 @@ class _WholeShapes(PartialValues):
         return super().__torch_function__(func, types, args, kwargs)
 
     def _follow(self, func: Callable[..., Any], parts: list[Tensor], result: Tensor) -> Tensor:
-        alike = super()._follow(func, parts, result)
-        if alike in self._twins and alike.shape == result.shape:
-            self._twins[result] = self._twins[alike]
-        return alike
+        source = super()._follow(func, parts, result)
+        if source in self._twins and source.shape == result.shape:
+            self._twins[result] = self._twins[source]
+        return source
 
 
 def _refusal(name: str, function: str) -> PartialModelError:
