@@ -12,8 +12,8 @@ import torch
 
 from lightning_ptdp.attention import AttentionKind
 from lightning_ptdp.base.option_types import Count, Size, check_types
-from lightning_ptdp.blocks.compiled_blocks import CompilePolicy
 from lightning_ptdp.blocks.fp8 import Float8Scaling
+from lightning_ptdp.blocks.local_blocks import CompilePolicy
 from lightning_ptdp.blocks.recompute import RecomputePolicy, check_recompute_options
 from lightning_ptdp.checkpoint.latest import OnDamage
 from lightning_ptdp.schedule import CustomSchedule, Schedule, build_schedule

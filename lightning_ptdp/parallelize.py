@@ -27,9 +27,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from lightning_ptdp.blocks.compiled_blocks import CompiledForward, compile_blocks
 from lightning_ptdp.blocks.fp8 import Float8Linear, apply_fp8
-from lightning_ptdp.blocks.local_blocks import overlap_collectives
+from lightning_ptdp.blocks.local_blocks import (
+    CompiledForward,
+    compile_blocks,
+    overlap_collectives,
+)
 from lightning_ptdp.blocks.offload import Offloaded
 from lightning_ptdp.blocks.recompute import Recomputed, apply_recomputation
 from lightning_ptdp.config import PTDPConfig

@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from lightning_ptdp.blocks.compiled_blocks import CompiledForward
 from lightning_ptdp.blocks.fp8 import Float8Linear
+from lightning_ptdp.blocks.local_blocks import CompiledForward
 from lightning_ptdp.blocks.recompute import Recomputed
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.forward.surroundings import Surroundings

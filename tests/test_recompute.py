@@ -16,10 +16,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_ptdp.blocks import offload
 from lightning_ptdp.blocks.recompute import (
+    Recomputed,
     apply_recomputation,
     check_recomputation,
     check_recompute_options,
 )
+from lightning_ptdp.forward.own_forward import give_back_forwards
 from lightning_ptdp.models import GPT, GPTConfig, gpt_plan
 from lightning_ptdp.pipeline.discover import find_parts
 from lightning_ptdp.pipeline.stage import PipelineCut
@@ -205,9 +207,8 @@ def cut_step(recompute):
     parts = find_parts(model, PLAN)
     cut = PipelineCut(model, parts=parts, ranges=ranges, stages=range(4))
     blocks = list(model.blocks)
-    apply_recomputation(
-        model, policy="full" if recompute else "none", blocks="blocks", ranges=ranges
-    )
+    if recompute:
+        apply_recomputation(model, policy="full", blocks="blocks", ranges=ranges)
     batch = ids()
 
     def forward():
@@ -259,7 +260,8 @@ def test_saved_memory_by_recompute_policy():
     for policy in ("none", "selective", "full"):
         torch.manual_seed(0)
         block = GPT(config).blocks
-        apply_recomputation(block, policy=policy, blocks="", selective=("*.attention.core",))
+        if policy != "none":
+            apply_recomputation(block, policy=policy, blocks="", selective=("*.attention.core",))
         x = torch.randn(2, 64, 32, requires_grad=True)
         kept[policy] = kept_bytes(lambda x=x, block=block: block[0](x + 0), block.parameters())
     tokens, hidden, scores = 2 * 64, 32, 2 * 4 * 64 * 64
@@ -456,6 +458,7 @@ def test_blocks_of_other_stages_are_skipped():
     PipelineCut(model, parts=parts, ranges=ranges, stages=[0, 2])
     apply_recomputation(model, policy="full", blocks="blocks", ranges=ranges, layers=1)
     assert replaced(model) == ["blocks.0", "blocks.3"]
+    give_back_forwards(model, Recomputed)
     apply_recomputation(
         model, policy="selective", blocks="blocks", ranges=ranges, selective=PLAN.selective
     )
@@ -500,7 +503,7 @@ def test_recomputation_keeps_names_types_and_copies():
     assert type(pickle.loads(pickle.dumps(model.blocks[1].forward)).__self__.module) is type(
         model.blocks[1]
     )
-    apply_recomputation(model, policy="none", blocks="blocks")
+    give_back_forwards(model, Recomputed)
     assert all("forward" not in vars(m) for m in model.modules())
     assert_equal(step(model), expected)
 
@@ -521,11 +524,11 @@ def test_instance_forward_is_kept_and_restored():
     block = model.blocks[0]
     own = OwnForward(block)
     block.__dict__["forward"] = own
-    for _ in range(2):  # the second call undoes the first
+    for _ in range(2):  # the second call changes nothing
         apply_recomputation(model, policy="full", blocks="blocks")
     step(model)
     assert own.calls == 2
-    apply_recomputation(model, policy="none", blocks="blocks")
+    give_back_forwards(model, Recomputed)
     assert block.forward is own
     assert "forward" not in vars(model.blocks[1])
 

@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_ptdp.blocks.local_blocks import LocalBlock, local_blocks
 from lightning_ptdp.blocks.offload import Offload, Offloaded
-from lightning_ptdp.forward.own_forward import OwnForward, give_back_forwards, replace_forward
+from lightning_ptdp.forward.own_forward import OwnForward, replace_forward
 from lightning_ptdp.forward.random_draws import RandomDraws
 from lightning_ptdp.forward.surroundings import Surroundings
 from lightning_ptdp.pipeline.containers import Blocks, as_names, layers_of
@@ -129,11 +129,11 @@ def apply_recomputation(
     shard_input: Group | None = None,
     surroundings: Surroundings | None = None,
 ) -> None:
-    """Make this rank's part of a module recompute, in place, after undoing an earlier call.
+    """Make this rank's part of a module recompute, in place.
 
     Args:
         module: The module after ``parallelize``. Blocks of other stages are skipped.
-        policy: "none", "full", "selective" or "offload".
+        policy: "full", "selective" or "offload".
         blocks: Dotted names of the repeated containers; found if None.
         ranges: Half-open layer ranges, one per stage; empty: one stage of all layers.
         layers: Number of layers of each stage, counted from its first, that are recomputed or
@@ -149,9 +149,6 @@ def apply_recomputation(
     Raises:
         ValueError: A stage has fewer layers than must be recomputed.
     """
-    give_back_forwards(module, Recomputed, Offloaded)
-    if policy == "none":
-        return
     blocks = find_blocks(module) if blocks is None else blocks
     numbers = _chosen_numbers(module, blocks, ranges, layers)
     stage_blocks = list(local_blocks(module, blocks))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from lightning_ptdp.blocks.compiled_blocks import check_compiler
+from lightning_ptdp.blocks.local_blocks import check_compiler
 from lightning_ptdp.checkpoint.remote_path import Place, located
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel import HALF
