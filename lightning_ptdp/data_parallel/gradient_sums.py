@@ -9,7 +9,7 @@ their own. The norm reads whole buffers if possible.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -33,10 +33,17 @@ def add_up(parts: Iterable[tuple[Tensor, Group]]) -> None:
         if len(views) == 1 and views[0].is_contiguous():
             dist.all_reduce(views[0], group=group.handle)
             continue
-        flat = torch.cat([view.reshape(-1) for view in views])
+        flat, totals = flattened(views)
         dist.all_reduce(flat, group=group.handle)
-        for view, total in zip(views, flat.split([view.numel() for view in views]), strict=True):
-            view.copy_(total.view_as(view))
+        for view, total in zip(views, totals, strict=True):
+            view.copy_(total)
+
+
+def flattened(tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Return a flat copy of tensors, and the views of it in their shapes."""
+    flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return flat, [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 def global_norm(

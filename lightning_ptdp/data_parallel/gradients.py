@@ -14,11 +14,7 @@ from torch import Tensor, nn
 
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel.gradient_store import GradientStore, make_store, needs_masters
-from lightning_ptdp.data_parallel.optimizer_parameters import (
-    OptimizerParameters,
-    ParameterGather,
-    is_cut_for_step,
-)
+from lightning_ptdp.data_parallel.optimizer_parameters import OptimizerParameters, is_cut_for_step
 from lightning_ptdp.data_parallel.sharded_parameters import ShardedParameters
 from lightning_ptdp.data_parallel.step_gradients import StepGradients, UnusedGradients
 from lightning_ptdp.parameters.managed_parameter import ManagedParameters
@@ -72,7 +68,6 @@ class Gradients:
         self._store: GradientStore | None = None
         self.step = StepGradients(parameters, mesh=mesh, device=device)
         self.stepped: OptimizerParameters | None = None
-        self._gather: ParameterGather | None = None
         self._trainable: set[nn.Parameter] = set()
         self.accumulates = self.reduces = False
         self.clears = True
@@ -117,26 +112,17 @@ class Gradients:
         if masters or whole or self._store.scatters:
             self.stepped = OptimizerParameters(self._store, config=self._config, tensor=tensor)
             self.stepped.adopt(self._optimizer, defers=self._defers)
-            self._gather = ParameterGather(
-                self._module,
-                self.stepped,
-                overlaps=self._config.overlap_parameter_gather,
-            )
+            self.stepped.attach(self._module)
         self._trainable = {parameter for parameter in self._parameters if parameter.requires_grad}
         self.step.use(self._store, steps_on_copies=self.stepped is not None)
 
     def close(self) -> None:
         """Detach from the module."""
-        self._release()
-
-    def _release(self) -> None:
-        if self._gather is not None:
-            self._gather.close()
         if self.stepped is not None:
             self.stepped.close()
         if self._store is not None:
             self._store.close()
-        self._store = self.stepped = self._gather = None
+        self._store = self.stepped = None
         self.step.use(None)
 
     # ---- batches ---------------------------------------------------------------------------------
@@ -165,7 +151,7 @@ class Gradients:
             uncleared = {} if self.clears else _gradients(self._stepped_on())
             self._left = {value: gradient.clone() for value, gradient in uncleared.items()}
             if changed:
-                self._release()
+                self.close()
                 self._lay_out()
         self._store.begin(keep=keep)
         self._open = self.accumulates
@@ -254,8 +240,8 @@ class Gradients:
 
     def used(self) -> None:
         """Start to gather the parameters, after the optimizer has stepped."""
-        if self._gather is not None:
-            self._gather.ended()
+        if self.stepped is not None:
+            self.stepped.publish()
 
     @contextlib.contextmanager
     def rewritten(self) -> Iterator[None]:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_ptdp.base.errors import PTDPError
+from lightning_ptdp.data_parallel.gradient_sums import flattened
 from lightning_ptdp.world.mesh import Group
 
 _BUCKET_BYTES = 25 << 20
@@ -101,14 +102,10 @@ class ManualGradients:
         )
         for bucket in _buckets(parameters):
             gradients = [_dense(parameter) for parameter in bucket]
-            flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).div_(
-                self._group.size
-            )
-            dist.all_reduce(flat, group=self._group.handle)
-            for parameter, gradient, part in zip(
-                bucket, gradients, flat.split([g.numel() for g in gradients]), strict=True
-            ):
-                gradient.copy_(part.view_as(gradient))
+            flat, means = flattened(gradients)
+            dist.all_reduce(flat.div_(self._group.size), group=self._group.handle)
+            for parameter, gradient, mean in zip(bucket, gradients, means, strict=True):
+                gradient.copy_(mean)
                 if parameter.grad is None and parameter in used:
                     parameter.grad = gradient
 

@@ -69,6 +69,7 @@ class OptimizerParameters:
         self._late: list[StepPart] = []
         self._versions: dict[ManagedParameter, int] = {}
         self._deferred: DeferredStep | None = None
+        self._hooks: list[Any] = []
         for managed in gradients.parameters:
             values = managed.parameter.detach()
             if gradients.scatters:
@@ -90,11 +91,6 @@ class OptimizerParameters:
         if cut and tensor is not None:
             owned = [managed for managed in cut if managed.stepped is not None]
             self._whole = WholeMatrices(owned, tensor)
-
-    @property
-    def arrives_late(self) -> bool:
-        """Return True if parameters get their values after the optimizer's step has returned."""
-        return bool(self._flat) or self._deferred is not None
 
     def adopt(self, optimizer: Optimizer, *, defers: bool = False) -> None:
         """Put the new tensors into the optimizer's groups, in place.
@@ -123,6 +119,22 @@ class OptimizerParameters:
                 for parameter in part.parameters if part.flat is None else ():
                     set_access(parameter, partial(self._arrive, parameter))
 
+    def attach(self, module: nn.Module) -> None:
+        """Let code of the module that reads parameters unnoticed wait for their values.
+
+        Code that reads a parameter with torch's functions waits by itself
+        (``absent_parameters.py``), even a hook between the steps. Compiled code and kernels read
+        parameters without being noticed. Their modules therefore wait when they are called.
+        """
+        self._hooks = [
+            module.register_state_dict_pre_hook(lambda *_: self.wait()),
+            module.register_load_state_dict_pre_hook(lambda *_: self.wait()),
+        ]
+        if self._config.overlap_parameter_gather and (self._flat or self._deferred is not None):
+            for called in _called(module):
+                wait = partial(self.wait, {*called.parameters()})
+                self._hooks.append(called.register_forward_pre_hook(lambda *_, wait=wait: wait()))
+
     def show(self) -> None:
         """Show the summed gradients to the optimizer.
 
@@ -150,20 +162,25 @@ class OptimizerParameters:
         return self._whole is not None and managed in self._whole
 
     def publish(self) -> None:
-        """Round the masters and start to gather the parameters, after the optimizer's step."""
+        """Round the masters and start to gather the parameters, after the optimizer's step.
+
+        With ``overlap_parameter_gather`` they arrive during the next forward.
+        """
         self.wait()
         if self._deferred is not None and self._deferred.start(self._parts):
             self._late = [*self._parts]
             for part in self._parts:
                 if part.flat is not None:
                     part.flat.stepped(partial(self._settle, part))
-            return
-        with torch.no_grad():
-            publish(m for m in self._gradients.parameters if not self._is_whole(m))
-            if self._whole is not None:
-                self._whole.publish()
-        for flat in reversed(self._flat):
-            flat.stepped()
+        else:
+            with torch.no_grad():
+                publish(m for m in self._gradients.parameters if not self._is_whole(m))
+                if self._whole is not None:
+                    self._whole.publish()
+            for flat in reversed(self._flat):
+                flat.stepped()
+        if not self._config.overlap_parameter_gather:
+            self.wait()
 
     def take(self) -> None:
         """Defer the optimizer's step, which follows, until ``publish``, if it may be deferred."""
@@ -244,7 +261,13 @@ class OptimizerParameters:
                 stepped.copy_(torch.where(unchanged, stepped, values.to(stepped.dtype)))
 
     def close(self) -> None:
-        """Release the buckets; saving the optimizer needs the stepped tensors further on."""
+        """Wait for all parameters, detach from the module and release the buckets.
+
+        Saving the optimizer needs the stepped tensors further on.
+        """
+        self.wait()
+        for hook in self._hooks:
+            hook.remove()
         if self._deferred is not None:
             self._deferred.close()
         for managed in self._gradients.parameters:
@@ -324,46 +347,6 @@ def _state_of(managed: ManagedParameter, state: dict[str, object]) -> dict[str, 
                 value = value.to(managed.stepped)
         converted[key] = value
     return converted
-
-
-# ---- Gathering of a sharded optimizer's parameters during the next forward -----------------------
-#
-# Code that reads a parameter that is being gathered waits for it (``absent_parameters.py``), even a
-# hook between the steps. Compiled code and kernels read parameters without being noticed. Their
-# modules therefore wait when they are called.
-
-
-class ParameterGather:
-    """Gathers parameters after each step.
-
-    Args:
-        module: The LightningModule.
-        stepped: Gathers its parameters.
-        overlaps: Let them arrive during the next forward.
-    """
-
-    def __init__(self, module: nn.Module, stepped: OptimizerParameters, *, overlaps: bool) -> None:
-        self._stepped = stepped
-        self._overlaps = overlaps
-        self._hooks: list[Any] = [
-            module.register_state_dict_pre_hook(lambda *_: stepped.wait()),
-            module.register_load_state_dict_pre_hook(lambda *_: stepped.wait()),
-        ]
-        for called in _called(module) if overlaps and stepped.arrives_late else ():
-            wait = partial(stepped.wait, {*called.parameters()})
-            self._hooks.append(called.register_forward_pre_hook(lambda *_, wait=wait: wait()))
-
-    def ended(self) -> None:
-        """Start to gather the parameters, after the optimizer has stepped."""
-        self._stepped.publish()
-        if not self._overlaps:
-            self._stepped.wait()
-
-    def close(self) -> None:
-        """Wait for all parameters and detach from the module."""
-        self._stepped.wait()
-        for hook in self._hooks:
-            hook.remove()
 
 
 def _called(module: nn.Module) -> Iterator[nn.Module]:

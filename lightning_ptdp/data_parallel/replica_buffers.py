@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_ptdp.data_parallel.gradient_sums import flattened
 from lightning_ptdp.world.mesh import Group
 
 
@@ -54,11 +55,9 @@ def _current(buffer: Tensor | None, first: Tensor) -> Tensor:
 
 
 def _broadcast(buffers: list[Tensor], group: Group) -> None:
-    flat = torch.cat([buffer.detach().reshape(-1) for buffer in buffers])
+    flat, values = flattened(buffers)
     # As bytes, because no backend supports every dtype.
     dist.broadcast(flat.view(torch.uint8), group.ranks[0], group=group.handle)
     if group.rank:
-        for buffer, value in zip(
-            buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True
-        ):
-            buffer.copy_(value.view(buffer.shape))
+        for buffer, value in zip(buffers, values, strict=True):
+            buffer.copy_(value)

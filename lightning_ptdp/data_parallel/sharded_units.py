@@ -26,6 +26,7 @@ from lightning_ptdp.data_parallel.flat_parameters import (
     lay_out,
     parts_of,
 )
+from lightning_ptdp.data_parallel.gradient_sums import flattened
 from lightning_ptdp.data_parallel.reduction import PendingReduction, Reduction
 from lightning_ptdp.parameters.managed_parameter import ManagedParameter, ManagedParameters
 from lightning_ptdp.pipeline.containers import Blocks
@@ -127,12 +128,10 @@ def agree_on_scales(rounded: Sequence[RoundedParameters]) -> None:
     for parameters in rounded:
         shared.setdefault(parameters.flat.reduction.inner.ranks, []).append(parameters)
     for members in shared.values():
-        parts = [parameters.largest() for parameters in members]
-        largest = torch.cat(parts)
         group = members[0].flat.reduction.inner
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group.handle)
-        values = largest.split([part.numel() for part in parts])
-        for parameters, maxima in zip(members, values, strict=True):
+        flat, largest = flattened([parameters.largest() for parameters in members])
+        dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=group.handle)
+        for parameters, maxima in zip(members, largest, strict=True):
             parameters.rescale(maxima)
 
 
