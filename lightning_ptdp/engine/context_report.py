@@ -61,7 +61,6 @@ class PartReports:
             self._check(gathered[:, 0].tolist())
             gathered = torch.cat([gathered, _gather(local[_CAPACITY:], group)], 1)
         values = gathered[:, 3 : 3 + len(calls)]
-        places = range(len(calls))
         if not report.counted:
             report.loss = gathered[:, 1].mean()
         rank_weights = gathered[:, 2]
@@ -69,7 +68,7 @@ class PartReports:
             call
             if call.value is None
             else replace(call, value=reduce_values(values[:, i], rank_weights, call.reduction))
-            for i, call in zip(places, calls, strict=True)
+            for i, call in enumerate(calls)
         ]
         totals = gathered[:, 3 + len(calls) : len(local)].sum(0)
         self.numbers = torch.cat([gathered[:, 0], rank_weights, totals])

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_ptdp.base.errors import PTDPError, listed
-from lightning_ptdp.checkpoint.save_agreement import gather
 from lightning_ptdp.config import FiniteAction
 from lightning_ptdp.data_parallel import Gradients
 from lightning_ptdp.pipeline.program_observers import StepObserver
@@ -119,7 +118,7 @@ class GradientChecks(StepObserver):
             ),
             default=None,
         )
-        ranks = gather((loss, backward, gradient))
+        ranks = self._mesh.world.gather((loss, backward, gradient))
         names = [record[2] for record in ranks if record[2] is not None]
         subject = (
             f"the gradient of '{min(names)[1]}' (the first such parameter) is"

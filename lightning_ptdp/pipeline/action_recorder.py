@@ -126,23 +126,21 @@ class ActionRecorder(StepObserver):
             dist.gather_object(
                 record, parts if group.rank == 0 else None, dst=group.ranks[0], group=group.handle
             )
-        aligned = [
-            part.shifted(offset)
-            for part, offset in zip(parts, offsets, strict=True)
-            if part is not None
-        ]
+        records = [part for part in parts if part is not None]
         if (
             self._schedule is None
             or record is None
-            or [part.program for part in aligned] != [record.program] * group.size
+            or [part.program for part in records] != [record.program] * group.size
         ):
             return None
-        zero = min((span.start for part in aligned for span in part.spans), default=0.0)
-        aligned = [part.shifted(-zero) for part in aligned]
-        reductions = tuple(part.reductions for part in aligned)
+        aligned = list(zip(records, offsets, strict=True))
+        zero = min(
+            (span.start + offset for part, offset in aligned for span in part.spans), default=0.0
+        )
+        reductions = tuple(_shifted(part.reductions, offset - zero) for part, offset in aligned)
         return Timeline(
             self._schedule,
-            tuple(part.spans for part in aligned),
+            tuple(_shifted(part.spans, offset - zero) for part, offset in aligned),
             reductions if any(reductions) else (),
         )
 
@@ -179,15 +177,10 @@ class _RecordedPart:
     spans: tuple[Span, ...]
     reductions: tuple[Span, ...]
 
-    def shifted(self, seconds: Number) -> _RecordedPart:
-        """Return the same record, shifted by ``seconds``."""
 
-        def move(spans: tuple[Span, ...]) -> tuple[Span, ...]:
-            return tuple(
-                Span(span.action, span.start + seconds, span.end + seconds) for span in spans
-            )
-
-        return _RecordedPart(self.program, move(self.spans), move(self.reductions))
+def _shifted(spans: Sequence[Span], seconds: Number) -> tuple[Span, ...]:
+    """Return the same spans, later by ``seconds``."""
+    return tuple(Span(span.action, span.start + seconds, span.end + seconds) for span in spans)
 
 
 def ideal_timeline(timeline: Timeline) -> Timeline:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from lightning_ptdp.schedule.actions import Action, Schedule
 
@@ -43,6 +44,16 @@ class StepObserver:
         """
 
 
+def _forwarded(event: str) -> Any:
+    """Return a method that passes an event to all members."""
+
+    def forward(observers: Observers, *details: object) -> None:
+        for member in observers._members:
+            getattr(member, event)(*details)
+
+    return forward
+
+
 class Observers(StepObserver):
     """Several observers as one, in the order in which they were added."""
 
@@ -57,32 +68,9 @@ class Observers(StepObserver):
         """Stop sending events to ``observer``; do nothing if it was not added."""
         self._members = tuple(member for member in self._members if member is not observer)
 
-    def began(self, schedule: Schedule) -> None:
-        """Forward the event to all observers."""
-        for member in self._members:
-            member.began(schedule)
-
-    def started(self, action: Action) -> None:
-        """Forward the event to all observers."""
-        for member in self._members:
-            member.started(action)
-
-    def waiting(self, what: str, peer: int | None) -> None:
-        """Forward the event to all observers."""
-        for member in self._members:
-            member.waiting(what, peer)
-
-    def finished(self, action: Action) -> None:
-        """Forward the event to all observers."""
-        for member in self._members:
-            member.finished(action)
-
-    def reducing(self, stage: int | None, work: object) -> None:
-        """Forward the event to all observers."""
-        for member in self._members:
-            member.reducing(stage, work)
-
-    def ended(self) -> None:
-        """Forward the event to all observers."""
-        for member in self._members:
-            member.ended()
+    began = _forwarded("began")
+    started = _forwarded("started")
+    waiting = _forwarded("waiting")
+    finished = _forwarded("finished")
+    reducing = _forwarded("reducing")
+    ended = _forwarded("ended")
