@@ -200,7 +200,8 @@ def build_local(
             parent._modules[key] = new
         for key, placement in local_placements.items():
             parameter = new.get_parameter(key)
-            names[parameter], placements[parameter] = names[old[key]], placement
+            names[parameter] = names[old[key]]
+            placements[parameter] = placement
             if parameter is not old[key] and len(full_parameters.users[names[parameter]]) == 1:
                 # The slice is a copy. Release the full value.
                 old[key].data = old[key].data.new_empty(0)

@@ -167,7 +167,8 @@ class FlatParameters:
 
     def settled(self) -> None:
         """Return when ``own`` has the values of the last step."""
-        settle, self.settle = self.settle, None
+        settle = self.settle
+        self.settle = None
         if settle is not None:
             settle()
 

@@ -230,7 +230,8 @@ class OptimizerParameters:
             flat.take_values()
         for part in self._parts:
             for managed in part.members if part.flat is None else ():
-                values, rounded = managed.parameter.detach(), managed.rounded
+                values = managed.parameter.detach()
+                rounded = managed.rounded
                 if rounded is not None and values.data_ptr() != rounded.data_ptr():
                     managed.parameter.data = rounded
                     managed.parameter.copy_(values)  # counts as a write
@@ -254,7 +255,8 @@ class OptimizerParameters:
     def _reload(self, parameters: Iterable[ManagedParameter]) -> None:
         """Update masters where elements differ from the rounded masters."""
         for managed in parameters:
-            rounded, stepped = managed.rounded, managed.stepped
+            rounded = managed.rounded
+            stepped = managed.stepped
             if rounded is not None and stepped is not None and not self._is_whole(managed):
                 values = rounded.to(stepped.device)
                 unchanged = stepped.to(values.dtype) == values

@@ -53,14 +53,17 @@ class StepGradients:
 
         With ``chosen``, only these stepped tensors are included. Collective.
         """
-        counted = [
-            part
-            for managed in self._parameters.values()
-            if (stepped := managed.stepped) is not None
-            if stepped.grad is not None and managed.stepped_placement.counted
-            if chosen is None or stepped in chosen
-            for part in managed.stepped_placement.unrepeated(stepped.grad)
-        ]
+        counted = list[Tensor]()
+        for managed in self._parameters.values():
+            stepped = managed.stepped
+            if (
+                stepped is None
+                or stepped.grad is None
+                or (chosen is not None and stepped not in chosen)
+            ):
+                continue
+            if managed.stepped_placement.counted:
+                counted += managed.stepped_placement.unrepeated(stepped.grad)
         group = self._mesh.world if self._scatters else self._mesh.group("shards")
         with self.computing():
             return global_norm(self._joined(counted), group=group, device=self._device, order=order)

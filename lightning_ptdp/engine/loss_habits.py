@@ -18,8 +18,9 @@ from torch import Tensor
 from lightning_ptdp.base.nested import Nested, iterate_tensors
 
 PAGE = 'docs/microbatches.md, "What a microbatch changes"'
-_MEAN, _SUM = 1, 2
-"""Numbers by which torch's losses store their reduction."""
+# Numbers by which torch's losses store their reduction.
+_MEAN = 1
+_SUM = 2
 _THROUGH = frozenset(
     ("AddBackward0", "ToCopyBackward0", "AliasBackward0", "ViewBackward0", "SqueezeBackward0")
 )
@@ -87,8 +88,9 @@ def warn_of_constants(sums: Sequence[list[tuple[int, float]]], *, samples: int, 
     if any(one != sums[0] for one in sums):
         return  # a number that the step counts
     for size, divisor in sums[0]:
-        whole, part = (total, size * len(sums)), (samples, size)
-        if _is_near(divisor, whole) and not _is_near(divisor, part):
+        of_batch = (total, size * len(sums))
+        of_part = (samples, size)
+        if _is_near(divisor, of_batch) and not _is_near(divisor, of_part):
             _warn_of_sum("microbatch", "microbatches")
             return
 
@@ -133,13 +135,17 @@ def _scaled_sums(node: Any, factors: tuple[float, ...]) -> Iterator[tuple[Any, t
         return
     if _is_sum(node):
         yield node, factors
-    name, before = node.name(), [one for one, _ in node.next_functions]
+    name = node.name()
+    before = [one for one, _ in node.next_functions]
     if name in ("DivBackward0", "MulBackward0"):
-        other, before = node._saved_other, before[:1]
+        other = node._saved_other
         if other is None or other.numel() != 1:
             return
-        number = float(other)
-        factors += (number if name == "MulBackward0" else 1 / number if number else 0.0,)
+        factor = float(other)
+        if name == "DivBackward0":
+            factor = 1 / factor if factor else 0.0
+        factors += (factor,)
+        before = before[:1]
     elif name not in _THROUGH | {"NegBackward0", "SubBackward0"}:
         return
     for one in before:
@@ -160,12 +166,13 @@ def divisor_of(loss: Tensor, batch: Nested) -> Tensor | None:
     ]
     if len(nodes) != 1:
         return None
-    divisor: Tensor = getattr(nodes[0], _DIVISORS[nodes[0].name()])
-    if getattr(nodes[0], "_saved_weight", None) is not None:
+    (node,) = nodes
+    divisor: Tensor = getattr(node, _DIVISORS[node.name()])
+    if getattr(node, "_saved_weight", None) is not None:
         return None
     ignores = (
-        hasattr(nodes[0], "_saved_ignore_index")
-        and _ignored_label(nodes[0]) == IGNORED
+        hasattr(node, "_saved_ignore_index")
+        and _ignored_label(node) == IGNORED
         and any(
             bool((tensor.long() == IGNORED).any())
             for tensor in iterate_tensors(batch)
@@ -195,8 +202,11 @@ def warn_of_counted(
     nodes = [node for node in _ends(loss.grad_fn, _THROUGH) if "NllLoss" in node.name()]
     if len(nodes) != 1 or nodes[0]._saved_reduction != _MEAN:
         return
-    counted, weight = float(nodes[0]._saved_total_weight), nodes[0]._saved_weight
-    target, ignored = nodes[0]._saved_target, _ignored_label(nodes[0])
+    (node,) = nodes
+    counted = float(node._saved_total_weight)
+    weight = node._saved_weight
+    target = node._saved_target
+    ignored = _ignored_label(node)
     learned = target[target != ignored]
     labels = learned.numel() if labels is None else int(labels)
     if ignored != IGNORED and samples and target.numel() % samples == 0:
@@ -229,9 +239,9 @@ def warn_of_divisors(divisors: Sequence[Tensor | None]) -> None:
     The divisors are read from the device.
     """
     values = [float(divisor) for divisor in divisors if divisor is not None]
-    if len(values) == len(divisors) and max(values) - min(values) > _ROUNDING * abs(
-        max(values, key=abs)
-    ):
+    if len(values) < len(divisors):
+        return
+    if max(values) - min(values) > _ROUNDING * max(map(abs, values)):
         warnings.warn(
             "the loss is divided by a number that differs between microbatches, such as the sum of "
             "a mask, of class weights, or of labels that are not ignored "

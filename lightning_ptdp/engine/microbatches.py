@@ -185,7 +185,7 @@ def _split_images(
     """
     tokens = (batch["input_ids"] == image_token).sum(1).tolist()
     samples = [0, *accumulate(sizes)]
-    pixels, images = samples, samples
+    pixels = images = samples
     if not images_by_sample(batch):
         pixels, images = _ends(batch, [sum(tokens[:end]) for end in samples])
     ends = {
@@ -211,7 +211,8 @@ def _ends(batch: Mapping[str, Any], tokens: Sequence[int]) -> tuple[list[int], l
         batch: The batch.
         tokens: Image tokens before each microbatch, and in total.
     """
-    rows, grid = batch["pixel_values"].size(0), batch.get("image_grid_thw")
+    rows = batch["pixel_values"].size(0)
+    grid = batch.get("image_grid_thw")
     rows_of_images = [1] * rows if grid is None else grid.prod(1).tolist()
     images_before = {end: index for index, end in enumerate([0, *accumulate(rows_of_images)])}
     ends = [count * rows / max(tokens[-1], 1) for count in tokens]

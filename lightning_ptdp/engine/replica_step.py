@@ -273,7 +273,8 @@ class LightningJob(StepJob):
         elif part is not None and part.shifted_targets is not None:
             tokens = part.shifted_targets
             output = {**output, "num_tokens": tokens}
-        self._tokens[microbatch], self._outputs[microbatch] = tokens, _detached(output)
+        self._tokens[microbatch] = tokens
+        self._outputs[microbatch] = _detached(output)
         if not self.training:
             return None
         loss = loss if tokens is None else counted_loss(loss, tokens)
@@ -414,10 +415,10 @@ class LightningJob(StepJob):
         )
         report.loss = loss
         report.weight = weight
-        values, report.spread = values[: len(report.calls)], values[len(report.calls) :]
+        report.spread = values[len(report.calls) :]
         report.calls = [
             replace(call, value=value) if call.metric is None else call
-            for call, value in zip(report.calls, values, strict=True)
+            for call, value in zip(report.calls, values, strict=False)
         ]
         return microbatch_weights, [] if parts is None else parts.read(report, part_weights)
 

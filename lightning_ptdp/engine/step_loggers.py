@@ -51,7 +51,8 @@ class StepLoggers:
         if not self._is_needed:
             yield
             return
-        trainer, self._is_last = self._module.trainer, is_last
+        self._is_last = is_last
+        trainer = self._module.trainer
         own = trainer.loggers
         trainer.loggers = [_StandIn(self, logger, (index,)) for index, logger in enumerate(own)]
         rank = dist.get_rank()
@@ -65,7 +66,8 @@ class StepLoggers:
 
     def taken(self) -> list[bytes]:
         """Return the recorded calls, for ``repeat``, and forget them."""
-        calls, self._calls = self._calls, []
+        calls = self._calls
+        self._calls = []
         return calls
 
     def attribute(self, value: Any, path: Path) -> Any:
@@ -120,7 +122,9 @@ class _StandIn:
     """An attribute of a logger, or a logger; ``isinstance`` sees the type of the original."""
 
     def __init__(self, loggers: StepLoggers, value: Any, path: Path) -> None:
-        self._ptdp_loggers, self._ptdp_value, self._ptdp_path = loggers, value, path
+        self._ptdp_loggers = loggers
+        self._ptdp_value = value
+        self._ptdp_path = path
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:

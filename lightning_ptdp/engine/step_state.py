@@ -205,15 +205,11 @@ def _see(value: object, depth: int = 0) -> _Seen:
         return _Seen(value, set(value))
     if isinstance(value, deque) and value.maxlen is not None:
         return _Seen(value, tuple(value))
-    content = (
-        value
-        if isinstance(value, _CONTAINERS)
-        else vars(value)
-        if depth == 0 and _is_object(value)
-        else None
-    )
-    if content is None:
-        return _Seen(value)
+    content: Any = value
+    if not isinstance(value, _CONTAINERS):
+        if depth or not _is_object(value):
+            return _Seen(value)
+        content = vars(value)
     if len(content) > _WATCHED or depth > _DEPTH:
         return _Seen(value, len(content))
     pairs = content.items() if isinstance(content, dict) else enumerate(content)

@@ -58,7 +58,8 @@ class ManagedParameter:
 
     def hold(self, values: Tensor | None, placement: Placement | None = None) -> None:
         """Set the values that this rank keeps between the steps; None: other ranks keep all."""
-        self.held, self.held_placement = values, placement or self.placement
+        self.held = values
+        self.held_placement = placement or self.placement
 
     @property
     def chunk(self) -> int | None:
@@ -79,7 +80,8 @@ class ManagedParameter:
         gradient: Tensor | None = None,
     ) -> None:
         """Set the tensor on which the optimizer steps; see the attributes."""
-        self.stepped, self.stepped_placement = stepped, placement or self.placement
+        self.stepped = stepped
+        self.stepped_placement = placement or self.placement
         self.rounded = rounded
         self.gradient = gradient
 

@@ -64,7 +64,8 @@ class Rectangle(NamedTuple):
                     yield Rectangle(
                         (*begin[:dim], low, *begin[dim + 1 :]), (*end[:dim], high, *end[dim + 1 :])
                     )
-            begin[dim], end[dim] = first, last
+            begin[dim] = first
+            end[dim] = last
 
     def __str__(self) -> str:
         return f"[{', '.join(f'{begin}:{end}' for begin, end in zip(*self, strict=True))}]"

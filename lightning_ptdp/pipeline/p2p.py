@@ -165,7 +165,8 @@ class Transport:
         messages as its receiver requests ahead of their use.
         """
         if schedule is not self._schedule and self.device.type == "cpu":
-            self._schedule, self._limit = schedule, max(_MIN_OUTSTANDING, receives_ahead(schedule))
+            self._schedule = schedule
+            self._limit = max(_MIN_OUTSTANDING, receives_ahead(schedule))
 
     # ---- hidden states ---------------------------------------------------------------------------
 

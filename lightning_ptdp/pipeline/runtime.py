@@ -215,7 +215,8 @@ class _Step:
             self._post_awaited()
             self._hand(ActionKind.FORWARD, stage, microbatch, result)
         if training:
-            self.inputs[key], self.roots[key] = received, roots
+            self.inputs[key] = received
+            self.roots[key] = roots
             if forward.deferred is not None:
                 self.deferred[key] = forward.deferred
 

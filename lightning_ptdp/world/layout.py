@@ -332,9 +332,10 @@ class ParallelLayout(Degrees, Stages):
 
         ``axis`` is the name of that axis, or of the ranks in its other blocks.
         """
-        name = axis if isinstance(axis, str) else axis[0] if len(axis) == 1 else ""
+        if not isinstance(axis, str):
+            axis = axis[0] if len(axis) == 1 else ""
         return next(
-            (row for row in self.axes if row.within is not None and name in (row.name, row.others)),
+            (row for row in self.axes if row.within is not None and axis in (row.name, row.others)),
             None,
         )
 
