@@ -12,7 +12,7 @@ from torch import nn
 from lightning_ptdp.base.errors import listed
 from lightning_ptdp.data_parallel.sharded_parameters import Direction, ShardedParameters
 from lightning_ptdp.forward.matrix_product import StepCasts
-from lightning_ptdp.parameters.managed_parameter import ManagedParameters, WholeParameters
+from lightning_ptdp.parameters.managed_parameter import ManagedParameters, UncutParameters
 from lightning_ptdp.parameters.materialize import Materializer
 from lightning_ptdp.parameters.placement import Placement
 from lightning_ptdp.parameters.structure_copies import UncutView
@@ -44,7 +44,7 @@ class ParallelModel:
         parameters: All local parameters.
         aliases: Further names of tied parameters -> the first name, in the uncut model.
         names: Names of all parameters of the uncut model, tied ones once.
-        whole: The uncut module's structure; None if every rank has all of it.
+        uncut: The uncut module's structure; None if every rank has all of it.
         notes: Notes for the user.
         shards: This rank's part of sharded parameters; None: they are not sharded.
         split_blocks: Dotted name of the container outside of which sequence parallelism leaves the
@@ -58,7 +58,7 @@ class ParallelModel:
     parameters: ManagedParameters = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     names: tuple[str, ...] = ()
-    whole: UncutView | None = None
+    uncut: UncutView | None = None
     notes: tuple[str, ...] = ()
     shards: ShardedParameters | None = None
     split_blocks: str | None = None
@@ -104,7 +104,7 @@ class ParallelModel:
 
     @cached_property
     def replicated(self) -> dict[str, nn.Parameter]:
-        """Return the trained parameters that all tensor ranks hold alike, by name.
+        """Return the trained parameters of which every tensor rank holds a copy, by name.
 
         There are none without tensor parallelism, or if the parameters are sharded over replicas.
         """
@@ -153,7 +153,7 @@ def build_local(
     plan: ParallelPlan,
     kinds: Mapping[str, Kind],
     materialize: Materializer,
-    full_parameters: WholeParameters,
+    full_parameters: UncutParameters,
     mesh: ProcessMesh,
 ) -> dict[nn.Parameter, Placement]:
     """Give values to the local modules and shard them, one module at a time.

@@ -43,7 +43,7 @@ from lightning_ptdp.forward.surroundings import Surroundings
 from lightning_ptdp.parallel_model import ParallelModel, build_local, checked_kinds
 from lightning_ptdp.parameters.managed_parameter import (
     ManagedParameter,
-    WholeParameters,
+    UncutParameters,
     layout_notes,
     manage_parameters,
 )
@@ -120,7 +120,7 @@ def parallelize(  # noqa: PLR0913
             f"'{name}' is quantized and differs between the ranks, which cannot copy it from each "
             "other. Load the same weights on every rank"
         )
-    full_parameters = WholeParameters.of(module)
+    full_parameters = UncutParameters.of(module)
     view = UncutView(module, full_parameters.names) if layout.divides_model else None
     # With sharded parameters, values are drawn when a replica's part of them is known.
     late = config.sharded_state(layout) == "parameters"
@@ -171,7 +171,7 @@ def parallelize(  # noqa: PLR0913
         parameters=parameters,
         aliases=full_parameters.aliases,
         names=tuple(full_parameters.order),
-        whole=view,
+        uncut=view,
         notes=tuple(notes),
         split_blocks=planned.split_blocks if splits_blocks else None,
     )

@@ -119,7 +119,7 @@ class Measurement(L.Callback):
             need(shards, unit)
             blocks = [unit.flats for unit in shards._units if unit.block is not None]
             self.block = sum(flat.size for flat in blocks[0])
-            flats = [flat for flats in blocks for flat in flats if flat.whole is not None]
+            flats = [flat for flats in blocks for flat in flats if flat.full is not None]
             self.whole = max(self.whole, sum(flat.size for flat in flats))
 
         start_sum = Bucket.start_sum

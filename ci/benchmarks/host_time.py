@@ -82,7 +82,7 @@ class AllKnown(dict[Any, Form]):
 
     def __missing__(self, key: Any) -> Form:
         return Form(
-            tensors=(TensorForm(SHAPE, torch.float32, differentiable=True, alike=True),),
+            tensors=(TensorForm(SHAPE, torch.float32, differentiable=True, replicated=True),),
             output=At(0),
         )
 

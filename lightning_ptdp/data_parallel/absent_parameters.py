@@ -99,19 +99,19 @@ def set_access(parameter: nn.Parameter, access: Access) -> None:
     vars(parameter)["_ptdp_access"] = access
 
 
-def hide(parameter: nn.Parameter, nothing: Tensor | None = None) -> None:
+def make_absent(parameter: nn.Parameter, replacement: Tensor | None = None) -> None:
     """Remove the values of ``parameter``, which keeps its shape and gradient.
 
-    ``nothing`` is a one-element tensor of the same dtype and device, which replaces the values.
+    ``replacement`` is a one-element tensor of the same dtype and device, which replaces the values.
     None: the memory is kept, and the new values are written to it.
     """
     vars(parameter).setdefault("_ptdp_class", type(parameter))
-    if nothing is not None:
-        set_elements(parameter, nothing.expand(parameter.shape))
+    if replacement is not None:
+        set_elements(parameter, replacement.expand(parameter.shape))
     parameter.__class__ = AbsentParameter
 
 
-def show(parameter: nn.Parameter, values: Tensor | None) -> None:
+def make_available(parameter: nn.Parameter, values: Tensor | None) -> None:
     """Give ``parameter`` its values; None: it has them."""
     parameter.__class__ = class_of(parameter)
     if values is not None:

@@ -120,15 +120,15 @@ class GradientBuckets:
                     view.zero_()
                 elif gradient is not view:
                     view.copy_(gradient)
-        self.show()
+        self.set_grad()
 
-    def show(self) -> None:
+    def set_grad(self) -> None:
         """Make every parameter's ``.grad`` its view of a buffer."""
         for bucket in self.buckets():
             for managed, view in zip_longest(bucket.parameters, bucket.views):
                 managed.parameter.grad = view
 
-    def hide(self) -> None:
+    def unset_grad(self) -> None:
         """Set ``.grad`` to None; the buffers keep the gradients."""
         for managed in self.parameters:
             managed.parameter.grad = None
@@ -242,7 +242,7 @@ class GradientBuckets:
         if self._overlapped is not None:
             self._overlapped.close()
             self._overlapped = None
-        self.hide()
+        self.unset_grad()
         for managed in self.parameters:
             set_gradient_dtype(managed.parameter, managed.parameter.dtype)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_ptdp.data_parallel.absent_parameters import hide, show
+from lightning_ptdp.data_parallel.absent_parameters import make_absent, make_available
 from lightning_ptdp.data_parallel.elementwise import equivalent_optimizer
 from lightning_ptdp.data_parallel.flat_parameters import FlatParameters
 from lightning_ptdp.parameters.managed_parameter import ManagedParameter
@@ -46,7 +46,7 @@ class StepPart:
         self.done = done
         if self.flat is None:
             for parameter in self.parameters:
-                hide(parameter)
+                make_absent(parameter)
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -55,13 +55,13 @@ class StepPart:
         self.done.result()
         self.done = None
         if self.flat is None:
-            self.show()
+            self.make_available()
         publish(self.members)
 
-    def show(self) -> None:
+    def make_available(self) -> None:
         """Stop making readers wait for the step."""
         for parameter in self.parameters:
-            show(parameter, None)
+            make_available(parameter, None)
 
 
 def publish(members: Iterable[ManagedParameter]) -> None:
@@ -91,7 +91,7 @@ class DeferredStep:
                 value.grad = None
 
     def start(self, parts: Sequence[StepPart]) -> bool:
-        """Step on each part with the present hyperparameters; return False if nothing was taken."""
+        """Step on each part with the current hyperparameters; return False if nothing was taken."""
         if not self._gradients:
             return False
         for value, gradient in self._gradients.items():

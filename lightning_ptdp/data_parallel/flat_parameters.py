@@ -2,7 +2,7 @@
 
 They have a state, and every transition is asserted::
 
-    WHOLE --the optimizer's step, or free--> SHARDED --start_gather--> GATHERING --wait--> WHOLE
+    FULL --the optimizer's step, or free--> SHARDED --start_gather--> GATHERING --wait--> FULL
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from lightning_ptdp.data_parallel.absent_parameters import hide, set_access, show
+from lightning_ptdp.data_parallel.absent_parameters import make_absent, make_available, set_access
 from lightning_ptdp.data_parallel.reduction import PendingReduction, Reduction
 from lightning_ptdp.parameters.managed_parameter import ManagedParameter
 from lightning_ptdp.parameters.materialize import put_values
@@ -33,7 +33,7 @@ LateValue = Callable[[ManagedParameter], Tensor | None]
 class ParameterState(Enum):
     """State of the parameters that replicas gather together."""
 
-    WHOLE = auto()
+    FULL = auto()
     """Every rank has the values of the last step."""
     SHARDED = auto()
     """Each rank has its own part. The other parts have old values or are freed."""
@@ -57,9 +57,9 @@ class FlatParameters:
         size: n, elements; some between parameters and at the end belong to none.
         reduction: Its inner group shares the tensor in equal parts.
         own: (n / parts,) this rank's part.
-        whole: (n,) all parts; None while they are freed.
+        full: (n,) all parts; None while they are freed.
         frees: Whether the other ranks' parts are freed between uses. Otherwise ``own`` is a view
-            of ``whole``.
+            of ``full``.
         state: State of the parameters.
         settle: Waits until ``own`` has the values of the last step; None: it has them.
     """
@@ -69,9 +69,9 @@ class FlatParameters:
     size: int
     reduction: Reduction
     own: Tensor
-    whole: Tensor | None
+    full: Tensor | None
     frees: bool
-    state: ParameterState = ParameterState.WHOLE
+    state: ParameterState = ParameterState.FULL
     settle: Callable[[], None] | None = None
     _pending: PendingReduction | None = None
 
@@ -92,14 +92,14 @@ class FlatParameters:
 
         ``late_value`` returns those of parameters on the meta device, or None for zeros.
         """
-        whole = torch.zeros(size, dtype=elements_of(parameters[0].parameter).dtype, device=device)
+        full = torch.zeros(size, dtype=elements_of(parameters[0].parameter).dtype, device=device)
         flat = cls(
             parameters=parameters,
             offsets=offsets,
             size=size,
             reduction=reduction,
-            own=reduction.mine(whole),
-            whole=whole,
+            own=reduction.mine(full),
+            full=full,
             frees=frees,
         )
         for managed, view in flat._views():
@@ -125,8 +125,8 @@ class FlatParameters:
         return dict(zip(self.parameters, self.offsets, strict=True))
 
     @cached_property
-    def _nothing(self) -> Tensor:
-        """Return the element in the place of freed values: not a number, so that a leak is seen."""
+    def _freed(self) -> Tensor:
+        """Return the element in the place of freed values: NaN, so that a leak is seen."""
         value = float("nan") if self.own.is_floating_point() else 0
         return self.own.new_full((), value)
 
@@ -163,7 +163,7 @@ class FlatParameters:
                 self.wait()  # code may use what its class adds
                 return
             for managed in self.parameters:
-                hide(managed.parameter)
+                make_absent(managed.parameter)
 
     def settled(self) -> None:
         """Return when ``own`` has the values of the last step."""
@@ -173,7 +173,7 @@ class FlatParameters:
             settle()
 
     def _arrive(self, _: str | None) -> bool:
-        """Return True when the parameters, of which one is read, are whole."""
+        """Return True when all parameters have their values; one of them is read."""
         self.wait()
         return True
 
@@ -184,13 +184,13 @@ class FlatParameters:
         if self.state is not ParameterState.SHARDED:
             return
         self.state = self.state.to(ParameterState.GATHERING)
-        if self.whole is None:
-            self.whole = self.own.new_empty(self.size)
-            self.reduction.mine(self.whole).copy_(self.own)
-        self._pending = self.reduction.start_gather(self.whole)
+        if self.full is None:
+            self.full = self.own.new_empty(self.size)
+            self.reduction.mine(self.full).copy_(self.own)
+        self._pending = self.reduction.start_gather(self.full)
 
     def wait(self) -> None:
-        """Return when the parameters are whole; on CUDA, when the current stream waits for it."""
+        """Return when all values are gathered; on CUDA, when the current stream waits for them."""
         self.start_gather()
         pending = self._pending
         self._pending = None
@@ -200,26 +200,26 @@ class FlatParameters:
             pending.wait()
         finally:  # after an error, do not wait again
             for managed, view in self._views():
-                show(managed.parameter, view if self.frees else None)
-        self.state = self.state.to(ParameterState.WHOLE)
+                make_available(managed.parameter, view if self.frees else None)
+        self.state = self.state.to(ParameterState.FULL)
 
     @torch.no_grad()
     def free(self) -> None:
         """Free the other ranks' parts; a graph that has saved them keeps its own reference."""
         if self.state is ParameterState.GATHERING:
             self.wait()  # memory that a message is written to cannot be given away
-        if self.whole is not None and self.state is ParameterState.WHOLE:
+        if self.full is not None and self.state is ParameterState.FULL:
             self.take_values()
-            self.own.copy_(self.reduction.mine(self.whole))  # the step may have written to it
+            self.own.copy_(self.reduction.mine(self.full))  # the step may have written to it
             self.state = self.state.to(ParameterState.SHARDED)
-            self.whole = None
+            self.full = None
             for managed in self.parameters:
-                hide(managed.parameter, self._nothing)
+                make_absent(managed.parameter, self._freed)
 
     @torch.no_grad()
     def take_values(self) -> None:
         """Take the values of parameters that the user's step has moved to other memory."""
-        for managed, view in self._views() if self.state is ParameterState.WHOLE else ():
+        for managed, view in self._views() if self.state is ParameterState.FULL else ():
             elements = elements_of(managed.parameter)
             if elements.data_ptr() != view.data_ptr():
                 set_elements(managed.parameter, view)
@@ -234,8 +234,8 @@ class FlatParameters:
         ]
 
     def _views(self) -> Iterator[tuple[ManagedParameter, Tensor]]:
-        assert self.whole is not None
-        return zip(self.parameters, self.views(self.whole), strict=True)
+        assert self.full is not None
+        return zip(self.parameters, self.views(self.full), strict=True)
 
 
 def aligned(size: int) -> int:

@@ -2,7 +2,7 @@
 
 A single replica needs no buckets, because only a reduction needs flat buffers. Autograd then keeps
 the first microbatch's gradients as they are, whereas a buffer would have to be cleared and added
-to. As with buckets, the gradients can be hidden from ``.grad``.
+to. As with buckets, the gradients can be removed from ``.grad`` and kept.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class GradientStore(Protocol):
     """All gradients of one rank.
 
     A batch is ``begin``, backwards, and ``finish`` if it completes an optimizer step. ``.grad``
-    shows the gradients from ``begin`` and ``show`` until ``hide``. The defaults are those of a
-    store whose reductions do not start before ``finish``.
+    holds the gradients from ``begin`` and ``set_grad`` until ``unset_grad``. The defaults are those of
+    a store whose reductions do not start before ``finish``.
     """
 
     parameters: Sequence[ManagedParameter]
@@ -47,7 +47,7 @@ class GradientStore(Protocol):
         """Return True if earlier batches of the accumulation have been weighed."""
 
     def begin(self, *, keep: bool) -> None:
-        """Begin a batch; with ``keep`` it adds to the gradients that the parameters show."""
+        """Begin a batch; with ``keep`` it adds to the gradients in ``.grad``."""
 
     def expect(
         self, chunk: int | None, awaited: Iterable[Tensor] | None = None, *, last: bool = True
@@ -79,10 +79,10 @@ class GradientStore(Protocol):
         With ``last``, add those of the earlier batches instead.
         """
 
-    def show(self) -> None:
+    def set_grad(self) -> None:
         """Make the gradients the parameters' ``.grad``."""
 
-    def hide(self) -> None:
+    def unset_grad(self) -> None:
         """Set ``.grad`` to None and keep the gradients, so that nothing clears them."""
 
     def buckets(self) -> Iterable[Bucket]:
@@ -179,7 +179,7 @@ class UnbucketedGradients(GradientStore):
     widen: bool = True
     _state: GradientState = GradientState.EMPTY
     _arrived: set[nn.Parameter] = field(default_factory=set)
-    _hidden: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+    _removed: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     _weighed: dict[nn.Parameter, Tensor | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -188,8 +188,8 @@ class UnbucketedGradients(GradientStore):
                 set_gradient_dtype(parameter, torch.float32)
 
     def begin(self, *, keep: bool) -> None:
-        """Begin a batch; with ``keep`` it adds to the gradients that the parameters show."""
-        self._hidden = {}
+        """Begin a batch; with ``keep`` it adds to the gradients in ``.grad``."""
+        self._removed = {}
         if not keep:
             self._state = self._state.to(GradientState.EMPTY)
             self._weighed = {}
@@ -198,18 +198,18 @@ class UnbucketedGradients(GradientStore):
                 parameter.grad = None
         self._state = self._state.to(GradientState.ACCUMULATING)
 
-    def show(self) -> None:
-        """Restore the hidden gradients; a gradient that is still on its parameter stays."""
-        for parameter, gradient in self._hidden.items():
+    def set_grad(self) -> None:
+        """Restore the removed gradients; a gradient that is still on its parameter stays."""
+        for parameter, gradient in self._removed.items():
             if parameter.grad is None:
                 parameter.grad = gradient
 
-    def hide(self) -> None:
+    def unset_grad(self) -> None:
         """Set ``.grad`` to None and keep the gradients."""
         self._note_arrived()
         for parameter in self._each():
             if parameter.grad is not None:
-                self._hidden[parameter] = parameter.grad
+                self._removed[parameter] = parameter.grad
                 parameter.grad = None
 
     def finish(self, scale: float | None = None) -> None:
@@ -257,7 +257,7 @@ class UnbucketedGradients(GradientStore):
 
     def close(self) -> None:
         """Detach from the parameters."""
-        self._hidden = {}
+        self._removed = {}
         for parameter in self._each():
             parameter.grad = None
             set_gradient_dtype(parameter, parameter.dtype)

@@ -1,6 +1,6 @@
 """Gradients of one rank from batch to batch, until the optimizer's step.
 
-They are started, accumulated, summed, and shown to the optimizer.
+They are started, accumulated, summed, and given to the optimizer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Gradients:
     """Gradients of one rank and the tensors on which the optimizer steps.
 
     The call for a batch is ``reduce`` around Lightning's backward. With a schedule the calls are
-    ``start``, then ``finish`` and ``show`` after its backward.
+    ``start``, then ``finish`` and ``set_grad`` after its backward.
 
     Args:
         module: The LightningModule, this rank's part.
@@ -80,7 +80,7 @@ class Gradients:
 
         Args:
             optimizer: Lightning's optimizer.
-            apart: True if gradients must be summed over ranks or hidden from Lightning. Otherwise
+            apart: True if gradients must be summed over ranks or kept from Lightning. Otherwise
                 autograd's own may suffice.
             defers: Let offloaded optimizer steps run on the CPU during the next forward.
 
@@ -161,9 +161,9 @@ class Gradients:
         return self._store
 
     def finish(self, *, counted: bool, scale: float | None) -> None:
-        """Complete the sums of a batch's gradients after a schedule, and hide them.
+        """Complete the sums of a batch's gradients after a schedule; leave ``.grad`` empty.
 
-        Lightning must not see the gradients before ``show``.
+        Lightning must not see the gradients before ``set_grad``.
 
         Args:
             counted: True if the batch weighs its tokens, so that its gradients still need scaling.
@@ -187,7 +187,7 @@ class Gradients:
                 store.weigh(scale or 0.0, last=not self.accumulates)
             if not self.accumulates:
                 store.finish()
-        store.hide()
+        store.unset_grad()
         for value, gradient in self._left.items():
             value.grad = gradient  # for Lightning to clear, or not
 
@@ -204,7 +204,7 @@ class Gradients:
             yield
         if last:
             store.finish()
-            self._show_sums()
+            self._give_sums()
         else:
             store.reduce(0, last=False)
 
@@ -219,19 +219,19 @@ class Gradients:
 
     # ---- optimizer step --------------------------------------------------------------------------
 
-    def show(self) -> None:
-        """Show the gradients that a schedule computed to Lightning and the optimizer."""
+    def set_grad(self) -> None:
+        """Give the gradients that a schedule computed to Lightning and the optimizer."""
         assert self._store is not None
         self._left = _gradients(self._left)
         for value in self._left:
             value.grad = None
-        self._store.show()
+        self._store.set_grad()
         if not self.accumulates:
-            self._show_sums()
+            self._give_sums()
 
-    def shown(self) -> contextlib.AbstractContextManager[None]:
+    def for_hooks(self) -> contextlib.AbstractContextManager[None]:
         """Return the context of hooks that may look at the gradients and change them."""
-        return contextlib.nullcontext() if self.accumulates else self.step.shown()
+        return contextlib.nullcontext() if self.accumulates else self.step.for_hooks()
 
     def defer(self) -> None:
         """Defer the following optimizer step to the next forward, if the optimizer allows it."""
@@ -256,12 +256,12 @@ class Gradients:
         if self.stepped is not None:
             self.stepped.wait()
 
-    def _show_sums(self) -> None:
+    def _give_sums(self) -> None:
         """Give the complete gradients to the optimizer, plus the gradients set aside."""
         with self._computing():  # frees what a skipped backward has left
             pass
         if self.stepped is not None:
-            self.stepped.show()
+            self.stepped.set_grad()
         if self._store is not None:
             self._unused.remove(self._store)
         for value, gradient in self._left.items():

@@ -10,7 +10,7 @@ section 5.1) gets one-dimensional pieces::
     rank 0 of 2   | w0 . . . | w1 . .                              steps on w0, first part of w1
     rank 1                            | . . . | b1 | w2 . .    |   steps on the rest
 
-Parameters that an optimizer needs whole, such as Muon's matrices, have buckets of their own, in
+Parameters that an optimizer needs unsharded, such as Muon's matrices, have buckets of their own, in
 which every parameter belongs to exactly one rank. Sharded parameters are stored in the same layout.
 
 The parameters of a bucket are views of one flat tensor, and their gradients are views of another.
@@ -41,8 +41,8 @@ from lightning_ptdp.data_parallel.deferred_step import (
     step_parts,
 )
 from lightning_ptdp.data_parallel.flat_parameters import FlatParameters, ParameterState
+from lightning_ptdp.data_parallel.full_matrices import FullMatrices
 from lightning_ptdp.data_parallel.gradient_store import GradientStore
-from lightning_ptdp.data_parallel.whole_matrices import WholeMatrices
 from lightning_ptdp.parameters.managed_parameter import ManagedParameter
 from lightning_ptdp.world.mesh import Group
 
@@ -56,7 +56,7 @@ class OptimizerParameters:
         tensor: The tensor group.
 
     Raises:
-        ValueError: The optimizer needs whole parameters, which cannot be in the host's memory.
+        ValueError: The optimizer needs unsharded parameters, which cannot be in the host's memory.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class OptimizerParameters:
         else:
             self._parts = [*step_parts(gradients.parameters)]
         cut = [managed for managed in gradients.parameters if is_cut_for_step(managed, tensor)]
-        self._whole = None
+        self._matrices = None
         if cut and config.offload_optimizer:
             raise ValueError(
                 f"offload_optimizer=True: the optimizer needs all of '{cut[0].name}', which the "
@@ -90,7 +90,7 @@ class OptimizerParameters:
             )
         if cut and tensor is not None:
             owned = [managed for managed in cut if managed.stepped is not None]
-            self._whole = WholeMatrices(owned, tensor)
+            self._matrices = FullMatrices(owned, tensor)
 
     def adopt(self, optimizer: Optimizer, *, defers: bool = False) -> None:
         """Put the new tensors into the optimizer's groups, in place.
@@ -135,17 +135,17 @@ class OptimizerParameters:
                 wait = partial(self.wait, {*called.parameters()})
                 self._hooks.append(called.register_forward_pre_hook(lambda *_, wait=wait: wait()))
 
-    def show(self) -> None:
-        """Show the summed gradients to the optimizer.
+    def set_grad(self) -> None:
+        """Give the summed gradients to the optimizer.
 
-        If they are shards, the parameters' own gradients are hidden, because these are sums over
-        one replica only.
+        If they are shards, the parameters' own gradients are removed from ``.grad``, because these
+        are sums over one replica only.
         """
         self.take_values()
         for managed in self._gradients.parameters:
             stepped = managed.stepped
             gradient = managed.gradient
-            if stepped is not None and managed.steps_on_copy and not self._is_whole(managed):
+            if stepped is not None and managed.steps_on_copy and not self._is_full_matrix(managed):
                 gradient = managed.parameter.grad if gradient is None else gradient
                 copies = self._deferred is not None  # the next step reuses the memory
                 stepped.grad = (
@@ -153,13 +153,13 @@ class OptimizerParameters:
                 )
         if self._config.offload_optimizer and torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()  # the optimizer reads the gradients now
-        if self._whole is not None:
-            self._whole.show()
+        if self._matrices is not None:
+            self._matrices.set_grad()
         if self._gradients.scatters:
-            self._gradients.hide()
+            self._gradients.unset_grad()
 
-    def _is_whole(self, managed: ManagedParameter) -> bool:
-        return self._whole is not None and managed in self._whole
+    def _is_full_matrix(self, managed: ManagedParameter) -> bool:
+        return self._matrices is not None and managed in self._matrices
 
     def publish(self) -> None:
         """Round the masters and start to gather the parameters, after the optimizer's step.
@@ -174,9 +174,9 @@ class OptimizerParameters:
                     part.flat.stepped(partial(self._settle, part))
         else:
             with torch.no_grad():
-                publish(m for m in self._gradients.parameters if not self._is_whole(m))
-                if self._whole is not None:
-                    self._whole.publish()
+                publish(m for m in self._gradients.parameters if not self._is_full_matrix(m))
+                if self._matrices is not None:
+                    self._matrices.publish()
             for flat in reversed(self._flat):
                 flat.stepped()
         if not self._config.overlap_parameter_gather:
@@ -199,7 +199,7 @@ class OptimizerParameters:
             except BaseException:
                 for lost in (first, *self._late):
                     if lost.flat is None or not lost.flat.frees:
-                        lost.show()
+                        lost.make_available()
                 self._late.clear()
                 raise
             if first.flat is not None:
@@ -242,14 +242,14 @@ class OptimizerParameters:
             for managed in self._gradients.parameters
             if self._deferred is None or managed.parameter._version != self._versions.get(managed)
         )
-        if self._whole is not None:
-            self._whole.take_values()
+        if self._matrices is not None:
+            self._matrices.take_values()
 
     def reload(self) -> None:
         """Update the masters from parameters that were changed by other code."""
         self._reload(self._gradients.parameters)
-        if self._whole is not None:
-            self._whole.reload()
+        if self._matrices is not None:
+            self._matrices.reload()
 
     @torch.no_grad()
     def _reload(self, parameters: Iterable[ManagedParameter]) -> None:
@@ -257,7 +257,7 @@ class OptimizerParameters:
         for managed in parameters:
             rounded = managed.rounded
             stepped = managed.stepped
-            if rounded is not None and stepped is not None and not self._is_whole(managed):
+            if rounded is not None and stepped is not None and not self._is_full_matrix(managed):
                 values = rounded.to(stepped.device)
                 unchanged = stepped.to(values.dtype) == values
                 stepped.copy_(torch.where(unchanged, stepped, values.to(stepped.dtype)))
@@ -325,7 +325,7 @@ class OptimizerParameters:
 
 
 def is_cut_for_step(managed: ManagedParameter, tensor: Group | None) -> bool:
-    """Return True if the optimizer needs a parameter whole that tensor parallelism has cut."""
+    """Return True if the optimizer needs all of a parameter that tensor parallelism has cut."""
     return (
         managed.stays_whole
         and tensor is not None
@@ -335,7 +335,7 @@ def is_cut_for_step(managed: ManagedParameter, tensor: Group | None) -> bool:
 
 
 def _state_of(managed: ManagedParameter, state: dict[str, object]) -> dict[str, object]:
-    """Cut the optimizer's state of a whole parameter to the stepped tensor.
+    """Cut the optimizer's state of a full parameter to the stepped tensor.
 
     The optimizer created the state in its constructor.
     """

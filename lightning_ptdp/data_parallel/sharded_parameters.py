@@ -123,7 +123,7 @@ class ShardedParameters(Surrounding):
         ]
 
     def keep_whole(self) -> None:
-        """Give each parameter that the optimizer needs whole to one rank; collective."""
+        """Give each parameter that the optimizer needs unsharded to one rank; collective."""
         self._lay_out_again(lambda managed: managed.stays_whole)
 
     def gather_rounded(self, weights: Mapping[nn.Parameter, RoundedWeight]) -> None:
@@ -205,7 +205,7 @@ class ShardedParameters(Surrounding):
         return [some for some in unit.gathered if isinstance(some, RoundedParameters)]
 
     def need(self, unit: Unit) -> None:
-        """Return when the parameters of ``unit`` are whole; gather the next block's meanwhile."""
+        """Return when the parameters of ``unit`` are gathered; gather the next block's meanwhile."""
         if self._current == (unit, self._direction):
             return
         for gathered in unit.gathered:
@@ -239,7 +239,7 @@ class ShardedParameters(Surrounding):
             self._release(gathered)
 
     def _release(self, gathered: Gathered) -> None:
-        if gathered.state is ParameterState.WHOLE:
+        if gathered.state is ParameterState.FULL:
             self._saved.pop(_address(gathered), None)
         gathered.free()
 
@@ -290,29 +290,29 @@ class ShardedParameters(Surrounding):
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
             return tensor
         entry = self._saved.get(tensor.untyped_storage().data_ptr())
-        if entry is None or tensor.dtype != _whole(entry[1]).dtype:
+        if entry is None or tensor.dtype != _full(entry[1]).dtype:
             return tensor
         place = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
         return partial(self._unpacked, *entry, place)
 
     def _unpacked(self, unit: Unit, gathered: Gathered, place: _Place) -> Tensor:
-        if gathered.state is not ParameterState.WHOLE or unit.block is not None:
+        if gathered.state is not ParameterState.FULL or unit.block is not None:
             self.need(unit)
         self._wait(unit, gathered)
-        return _whole(gathered).as_strided(*place)
+        return _full(gathered).as_strided(*place)
 
 
 def _unpack(saved: Tensor | Callable[[], Tensor]) -> Tensor:
     return saved if isinstance(saved, Tensor) else saved()
 
 
-def _whole(gathered: Gathered) -> Tensor:
-    assert gathered.whole is not None
-    return gathered.whole
+def _full(gathered: Gathered) -> Tensor:
+    assert gathered.full is not None
+    return gathered.full
 
 
 def _address(gathered: Gathered) -> int:
-    return _whole(gathered).untyped_storage().data_ptr()
+    return _full(gathered).untyped_storage().data_ptr()
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -42,13 +42,13 @@ class RoundedParameters:
 
     Attributes:
         flat: The parameters.
-        whole: (n,) float8; None while it is freed.
+        full: (n,) float8; None while it is freed.
         state: State of the values.
     """
 
     def __init__(self, flat: FlatParameters, weights: Mapping[nn.Parameter, RoundedWeight]) -> None:
         self.flat = flat
-        self.whole: Tensor | None = None
+        self.full: Tensor | None = None
         self.state = ParameterState.SHARDED
         self._weights = {managed: weights[managed.parameter] for managed in flat.parameters}
         self._recipe = self._weights[flat.parameters[0]].recipe
@@ -63,7 +63,7 @@ class RoundedParameters:
         return torch.stack([found.get(managed, zero) for managed in self._weights]).float()
 
     def rescale(self, largest: Tensor) -> None:
-        """Round from now on with the scales for these largest magnitudes of whole parameters."""
+        """Round from now on with the scales for these largest magnitudes of full parameters."""
         scales = weight_scale(largest, self._recipe)
         for weight, scale in zip(self._weights.values(), scales.unbind(), strict=True):
             weight.scale = scale
@@ -81,8 +81,8 @@ class RoundedParameters:
         self.state = self.state.to(ParameterState.GATHERING)
         flat = self.flat
         flat.settled()
-        self.whole = torch.empty(flat.size, dtype=torch.uint8, device=flat.own.device)
-        mine = flat.reduction.mine(self.whole)
+        self.full = torch.empty(flat.size, dtype=torch.uint8, device=flat.own.device)
+        mine = flat.reduction.mine(self.full)
         stop = flat.begin + flat.own.numel()
         for managed, _, region in parts_of(
             flat.parameters, flat.offsets, flat.begin, stop, first=False
@@ -91,30 +91,30 @@ class RoundedParameters:
             assert scale is not None
             rounded = rounded_weight(flat.at(region), scale, self._recipe)
             mine[region.start - flat.begin : region.stop - flat.begin] = rounded.view(torch.uint8)
-        self._pending = flat.reduction.start_gather(self.whole)
+        self._pending = flat.reduction.start_gather(self.full)
 
     def wait(self) -> None:
-        """Return when the values are whole; on CUDA, when the current stream waits for it."""
+        """Return when all values are gathered; on CUDA, when the current stream waits for them."""
         self.start_gather()
         pending = self._pending
         self._pending = None
         if pending is None:
             return
         pending.wait()
-        assert self.whole is not None
-        self.whole = self.whole.view(self._recipe.config.cast_config_weight.target_dtype)
-        views = self.flat.views(self.whole)
+        assert self.full is not None
+        self.full = self.full.view(self._recipe.config.cast_config_weight.target_dtype)
+        views = self.flat.views(self.full)
         for weight, view in zip(self._weights.values(), views, strict=True):
             weight.values = view
-        self.state = self.state.to(ParameterState.WHOLE)
+        self.state = self.state.to(ParameterState.FULL)
 
     def free(self) -> None:
         """Free the values; a graph that has saved them keeps its own reference."""
         if self.state is ParameterState.GATHERING:
             self.wait()  # memory that a message is written to cannot be given away
-        if self.state is ParameterState.WHOLE:
+        if self.state is ParameterState.FULL:
             self.state = self.state.to(ParameterState.SHARDED)
-            self.whole = None
+            self.full = None
             for weight in self._weights.values():
                 weight.values = None
 

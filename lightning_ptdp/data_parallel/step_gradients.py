@@ -19,7 +19,7 @@ from lightning_ptdp.world.mesh import ProcessMesh
 
 
 class StepGradients:
-    """Norm, clipping and view of the gradients that ``stepped`` tensors show.
+    """Norm, clipping and view of the gradients of ``stepped`` tensors.
 
     Args:
         parameters: This rank's parameters.
@@ -49,7 +49,7 @@ class StepGradients:
                 yield managed.order, managed.name, managed.stepped.grad
 
     def norm(self, chosen: Collection[Tensor] | None = None, *, order: float = 2.0) -> Tensor:
-        """Return the norm of the whole model's gradient, each parameter counted once.
+        """Return the norm of the uncut model's gradient, each parameter counted once.
 
         With ``chosen``, only these stepped tensors are included. Collective.
         """
@@ -76,7 +76,7 @@ class StepGradients:
         with self.computing():
             torch.nn.utils.clip_grads_with_norm_(map(_holder, self._joined(gradients)), limit, norm)
 
-    def shown(self) -> contextlib.AbstractContextManager[None]:
+    def for_hooks(self) -> contextlib.AbstractContextManager[None]:
         """Return the context of hooks that may look at the gradients and change them."""
         if self._view is None and self._is_divided:
             self._view = GradientView(
@@ -84,7 +84,7 @@ class StepGradients:
                 everything=self._mesh.group("pipeline").size > 1 or self._scatters,
                 norm=self._chosen_norm,
             )
-        return contextlib.nullcontext() if self._view is None else self._view.shown()
+        return contextlib.nullcontext() if self._view is None else self._view.active()
 
     @property
     def _scatters(self) -> bool:
@@ -192,8 +192,8 @@ class UnusedGradients:
 # ---- View of the gradients for hooks that run between the backward and the step ------------------
 #
 # ``parameter.grad`` is the gradient of the optimizer's step; with a sharded optimizer it is this
-# rank's flat part. Elementwise changes act on the whole model's gradient, because every rank makes
-# them. A norm computed by torch's functions is the norm of the whole model. Any other number would
+# rank's flat part. Elementwise changes act on the uncut model's gradient, because every rank makes
+# them. A norm computed by torch's functions is the norm of the uncut model. Any other number would
 # cover only a part, and is refused.
 
 
@@ -233,8 +233,8 @@ class GradientView(PartialValues):
         self._paused = False
 
     @contextlib.contextmanager
-    def shown(self) -> Iterator[None]:
-        """Show the view inside the context."""
+    def active(self) -> Iterator[None]:
+        """Activate the view inside the context."""
         with replaced_total_norm(self._total_norm), self:
             try:
                 yield

@@ -22,7 +22,7 @@ _CAPACITY = 64  # numbers gathered at once, before the ranks know how many value
 
 
 class PartReports:
-    """Converts this rank's loss and logged values to those of the whole sequence.
+    """Converts this rank's loss and logged values to those of the full sequence.
 
     This rank has one slice of the sequence. The conversion is in place and on the device. It is
     collective.
@@ -108,7 +108,7 @@ def _gather(local: Tensor, group: Group) -> Tensor:
     return gathered.view(group.size, -1)
 
 
-def whole_outputs(
+def full_outputs(
     outputs: Nested,
     *,
     length: int,
@@ -116,14 +116,14 @@ def whole_outputs(
     group: Group,
     device: torch.device,
 ) -> Nested:
-    """Return a step's outputs for the whole sequence; collective.
+    """Return a step's outputs for the full sequence; collective.
 
     Tensors (b, s/c, ...) are joined along time. Floating-point scalars are averaged with the ranks'
     weights. Every other tensor must be equal on all ranks.
 
     Args:
         outputs: Nested mappings and sequences of this rank.
-        length: s, tokens of the whole sequence.
+        length: s, tokens of the full sequence.
         weights: The ranks' shares in averages.
         group: The context group.
         device: Device of tensors in collectives.
@@ -134,7 +134,7 @@ def whole_outputs(
 
     rank_weights = numbers_on(device, weights)
 
-    def whole(tensor: Tensor) -> Tensor:
+    def full(tensor: Tensor) -> Tensor:
         if tensor.dim() == 0 and tensor.is_floating_point():
             values = _gather(numbers_on(device, [tensor]), group)[:, 0]
             return reduce_values(values, rank_weights, "mean").to(
@@ -154,4 +154,4 @@ def whole_outputs(
             )
         return tensor
 
-    return map_tensors(outputs, whole)
+    return map_tensors(outputs, full)

@@ -142,7 +142,7 @@ class Engine:
         self._replicas_in_step = mesh.group("replicas").size > 1
 
     def _follow_metrics(self) -> None:
-        """Share the states of the module's present metrics; hooks may have made new ones."""
+        """Share the states of the module's current metrics; hooks may have made new ones."""
         self._owners = find_owners(self._module)
         self._metrics = BatchMetrics(self._module, self._mesh.group("context"))
         self._unscope = (
@@ -259,7 +259,7 @@ class Engine:
             self.gradients.finish(counted=report.counted, scale=scale)
         if job.skipped:
             # Lightning will not run the backward; the gradients of the earlier batches stay.
-            self.gradients.show()
+            self.gradients.set_grad()
             return None
         return self._training_output(report)
 

@@ -256,7 +256,7 @@ class RankAgreement:
         self._warned |= self._is_uneven
 
     def check_copies(self, tensors: Mapping[str, Tensor], axis: str) -> None:
-        """Compare parameters that all ranks of a group hold alike; collective over the group.
+        """Compare parameters of which all ranks of a group hold a copy; collective over the group.
 
         Raises:
             UnequalCopiesError: They differ. This happens with an average of the model's weights,

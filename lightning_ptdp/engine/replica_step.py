@@ -16,7 +16,7 @@ from lightning_ptdp.base.nested import Nested, map_tensors
 from lightning_ptdp.base.random import derive_seed
 from lightning_ptdp.data_parallel import GradientStore
 from lightning_ptdp.data_parallel.sharded_parameters import ShardedParameters
-from lightning_ptdp.engine.context_report import PartReports, whole_outputs
+from lightning_ptdp.engine.context_report import PartReports, full_outputs
 from lightning_ptdp.engine.loss_habits import (
     divided_sums,
     divisor_of,
@@ -443,7 +443,7 @@ class LightningJob(StepJob):
         if counts:
             merged = {key: value for key, value in merged.items() if key != "num_tokens"}
         if part is not None:
-            merged = whole_outputs(
+            merged = full_outputs(
                 merged,
                 length=part.length,
                 weights=part_weights,

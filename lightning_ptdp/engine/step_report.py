@@ -5,7 +5,7 @@ microbatch. Afterwards the calls are combined over the microbatches, sent to the
 (sharing.py) and replayed everywhere, so that loggers, the progress bar, ModelCheckpoint and
 EarlyStopping get the same values on all ranks. Reading a value waits for the device, so all values
 are computed on the device and read together. A GPU computes them right after the last forward, on a
-stream of their own, so that the host does not wait for the backwards that are queued behind it.
+stream of their own, so that the host does not wait for the backwards that are queued after it.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ ManagedParameters = Mapping[nn.Parameter, ManagedParameter]
 
 
 @dataclass(frozen=True, kw_only=True)
-class WholeParameters:
+class UncutParameters:
     """Names, positions and users of the uncut model's parameters.
 
     Attributes:
@@ -107,7 +107,7 @@ class WholeParameters:
     aliases: Mapping[str, str]
 
     @classmethod
-    def of(cls, module: nn.Module) -> WholeParameters:
+    def of(cls, module: nn.Module) -> UncutParameters:
         """Return those of a module that is not cut yet."""
         names = {parameter: name for name, parameter in module.named_parameters()}
         order = {name: index for index, name in enumerate(names.values())}
@@ -128,7 +128,7 @@ class WholeParameters:
 def manage_parameters(
     module: nn.Module,
     placements: Mapping[nn.Parameter, Placement],
-    whole: WholeParameters,
+    uncut: UncutParameters,
     module_stages: Mapping[str, Collection[int] | None] | None,
     mesh: ProcessMesh,
     copy_groups: Mapping[int, Group],
@@ -140,7 +140,7 @@ def manage_parameters(
     Args:
         module: This rank's part.
         placements: Places of its parameters, without the other ranks.
-        whole: The uncut model's parameters.
+        uncut: The uncut model's parameters.
         module_stages: Pipeline stages of each module by name, none if every stage has it; None
             without a pipeline.
         mesh: This rank's coordinates and groups.
@@ -149,7 +149,7 @@ def manage_parameters(
     layout = mesh.layout
     pipeline_rank = mesh.group("pipeline").rank
     stages_of: dict[str, set[int]] = {}
-    for name, holders in whole.users.items():
+    for name, holders in uncut.users.items():
         holder_stages = (
             [module_stages[holder] or range(layout.num_stages) for holder in holders]
             if module_stages is not None
@@ -165,7 +165,7 @@ def manage_parameters(
     }
     managed = {}
     for parameter in module.parameters():
-        name = whole.names[parameter]
+        name = uncut.names[parameter]
         ranks = ranks_of[name]
         stages = [
             stage for stage in stages_of[name] if layout.rank_of_stage(stage) == pipeline_rank
@@ -176,7 +176,7 @@ def manage_parameters(
                 placements[parameter], mesh, copy_groups, ranks[0], groups.get(ranks)
             ),
             name=name,
-            order=whole.order[name],
+            order=uncut.order[name],
             stages=tuple(sorted(stages)),
         )
     return managed
@@ -202,7 +202,7 @@ def _with_others(
         if piece.copies > 1
     ]
     sums += [(None, holders)] if holders is not None else []
-    # axes on which an earlier rank holds it alike
+    # axes on which an earlier rank holds the same
     repeated = [
         axis
         for axis in mesh.layout.axes

@@ -88,8 +88,8 @@ class Boundary:
         if layer.is_last or is_entrance:
             for kind, values in captured_outputs().items():
                 values[:] = run.captured.get(layer.container, {}).get(kind, [])
-        run.lost.behind = run.lost.behind or is_received
-        run.unsent.behind = run.unsent.behind or is_entrance
+        run.lost.blocks_reached = run.lost.blocks_reached or is_received
+        run.unsent.blocks_reached = run.unsent.blocks_reached or is_entrance
         output = run.outputs.get(layer.name)
         if output is None and is_received:
             output = run.received_output
@@ -238,7 +238,7 @@ class Boundary:
         form = Form(
             tensors=tuple(
                 TensorForm.of(
-                    tensor, differentiable=run.needs_gradient(tensor), alike=key == hidden_id
+                    tensor, differentiable=run.needs_gradient(tensor), replicated=key == hidden_id
                 )
                 for key, tensor in zip(tensors_by_id, tensors, strict=True)
             ),
@@ -258,7 +258,9 @@ class Boundary:
 
         The form is created once per shape, because the next ranks wait for it.
         """
-        tensor_form = TensorForm.of(tensor, differentiable=run.needs_gradient(tensor), alike=True)
+        tensor_form = TensorForm.of(
+            tensor, differentiable=run.needs_gradient(tensor), replicated=True
+        )
         if tensor_form not in self._usual:
             self._usual[tensor_form] = Form(tensors=(tensor_form,), output=At(0))
         return self._usual[tensor_form]

@@ -58,20 +58,22 @@ class TensorForm:
         shape: Its shape.
         dtype: Its dtype.
         differentiable: Whether a gradient comes back for it.
-        alike: Whether the tensor and its gradient are the same on all tensor-parallel ranks. This
-            holds for a hidden state, but not for an attention bias, whose values or gradients are
-            those of the rank's own heads.
+        replicated: Whether the tensor and its gradient are the same on all tensor-parallel ranks.
+            This holds for a hidden state, but not for an attention bias, whose values or gradients
+            are those of the rank's own heads.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     differentiable: bool = False
-    alike: bool = False
+    replicated: bool = False
 
     @classmethod
-    def of(cls, tensor: Tensor, *, differentiable: bool = False, alike: bool = False) -> TensorForm:
+    def of(
+        cls, tensor: Tensor, *, differentiable: bool = False, replicated: bool = False
+    ) -> TensorForm:
         """Return the form of ``tensor``."""
-        return cls(tuple(tensor.shape), tensor.dtype, differentiable, alike)
+        return cls(tuple(tensor.shape), tensor.dtype, differentiable, replicated)
 
     def __str__(self) -> str:
         return f"{self.shape} {self.dtype}"

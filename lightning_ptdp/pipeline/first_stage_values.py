@@ -46,14 +46,14 @@ class Origin:
     Attributes:
         why: Error message if their values may not be used; None on the first stage, where the
             values are true.
-        behind: Whether the blocks have been reached. Before that, every computed value may be an
-            input of the blocks only.
+        blocks_reached: Whether the blocks have been reached. Before that, every computed value may
+            be an input of the blocks only.
         over: Whether the run has ended. A recomputation may still use the tensors.
         written: Plain tensors that foreign values were written into.
     """
 
     why: str | None = None
-    behind: bool = False
+    blocks_reached: bool = False
     over: bool = False
     written: list[Tensor] = field(default_factory=list)
 
@@ -90,10 +90,10 @@ class FirstStageValue(Tensor):
         sources = _foreign((args, kwargs))
         source = next((tensor for tensor in sources if tensor.origin.why is not None), sources[0])
         origin = source.origin
-        if origin.why is not None and name in _READS and (origin.behind or origin.over):
+        if origin.why is not None and name in _READS and (origin.blocks_reached or origin.over):
             raise StageError(origin.why)
         if (
-            origin.behind
+            origin.blocks_reached
             and not origin.over
             and any(replacement(tensor) is not None for tensor in sources)
         ):
@@ -113,7 +113,12 @@ class FirstStageValue(Tensor):
             return plain(result)
         outputs = _foreign(result)
         writes = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
-        if origin.why is not None and (outputs or writes) and origin.behind and not origin.over:
+        if (
+            origin.why is not None
+            and (outputs or writes)
+            and origin.blocks_reached
+            and not origin.over
+        ):
             raise StageError(origin.why)
         if writes and type(args[0]) is Tensor:
             origin.written.append(args[0])

@@ -14,7 +14,7 @@ both sides know the form without a header::
 Under tensor parallelism without sequence parallelism, the t ranks of a stage hold the same hidden
 state. With ``scatter`` each rank sends 1/t of it to its neighbour, and the receivers gather it over
 their own, faster links (arXiv 2104.04473, section 4.1). Only the first tensor that a block returns
-counts as the hidden state: an attention bias beside it may belong to a rank's own heads.
+counts as the hidden state: an attention bias returned with it may belong to a rank's own heads.
 """
 
 from __future__ import annotations
@@ -138,8 +138,8 @@ class Transport:
     Attributes:
         mesh: Supplies the communicators.
         device: Device of received tensors.
-        scatter: Send 1/t of each floating-point tensor that all t tensor-parallel ranks hold alike.
-        scatter_minimum: Elements per rank below which a tensor is sent whole.
+        scatter: Send 1/t of each floating-point tensor that is equal on all t tensor-parallel ranks.
+        scatter_minimum: Elements per rank below which a tensor is not scattered.
         waiting: Called with (action, global rank) before a wait and (action, None) after it.
         explain: Returns the known state of the other ranks, for the error of a failed wait.
         known: Forms by (boundary, signature), sent in headers or received in them.
@@ -202,14 +202,14 @@ class Transport:
         """Post the receive of a crossing from global rank ``source``."""
         receipt = Receipt(self, what, source, "forward", key=(what.partition(".")[0], signature))
         queue = self._queues.setdefault(source, deque())
-        # Messages of a channel arrive in order. A receive must not be posted behind a header whose
+        # Messages of a channel arrive in order. A receive must not be posted after a header whose
         # tensors have not been requested yet.
         if queue or not receipt.post():
             queue.append(receipt)
         return receipt
 
     def advance(self, source: int) -> None:
-        """Wait for the oldest header from ``source``, then post the receives queued behind it."""
+        """Wait for the oldest header from ``source``, then post the receives queued after it."""
         queue = self._queues[source]
         queue.popleft().learn()
         while queue and queue[0].post():
@@ -233,7 +233,7 @@ class Transport:
 
     def shares(self, form: TensorForm) -> int:
         """Return the number of ranks that send a tensor together, each an equal part of it."""
-        if not self.scatter or not form.alike or not form.dtype.is_floating_point:
+        if not self.scatter or not form.replicated or not form.dtype.is_floating_point:
             return 1
         numel = math.prod(form.shape)
         size = self.mesh.group("tensor").size
@@ -246,7 +246,7 @@ class Transport:
         return torch.empty(shape, dtype=form.dtype, device=self.device)
 
     def assemble(self, buffer: Tensor, form: TensorForm) -> Tensor:
-        """Return the whole tensor, given the part that this rank received.
+        """Return the full tensor, given the part that this rank received.
 
         The call is collective over the tensor-parallel group if the tensor was scattered.
         """
@@ -261,7 +261,7 @@ class Transport:
     def _own_part(self, tensor: Tensor, form: TensorForm) -> Tensor:
         """Return the part of ``tensor`` that this rank sends.
 
-        The part is contiguous, without a copy if possible. It is flat if it is not the whole
+        The part is contiguous, without a copy if possible. It is flat if it is not the full
         tensor.
         """
         shares = self.shares(form)

@@ -147,7 +147,7 @@ class Stub(Placeholder):
     def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
         """Return zeros in the shape of the original's output."""
         run = self._ptdp_boundary.run
-        if run is not None and run.is_behind:
+        if run is not None and run.blocks_called:
             raise StageError(
                 f"'{self._ptdp_name}' belongs to the first pipeline stage but was called after "
                 "the repeated blocks. If it follows the blocks, add it to the plan: "

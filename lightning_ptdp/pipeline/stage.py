@@ -151,7 +151,7 @@ class PipelineCut:
         try:
             with self._active(stage):
                 output = step()
-            is_behind = boundary.running.is_behind
+            blocks_called = boundary.running.blocks_called
         except StageExit as stage_exit:
             crossing = stage_exit.crossing
             return self._with_gradients(stage, crossing) if training else crossing
@@ -162,7 +162,7 @@ class PipelineCut:
                 f"the step returned on pipeline stage {stage} of {self.num_stages} without "
                 f"calling the next block of {self.parts.shown}: {_WHOLE_MODEL_ONCE}"
             )
-        if received is not None and not is_behind:
+        if received is not None and not blocks_called:
             raise StageError(
                 f"the step did not call the blocks of {self.parts.shown}: {_WHOLE_MODEL_ONCE}"
             )

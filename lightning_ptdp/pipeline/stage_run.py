@@ -93,7 +93,7 @@ class StageRun:
     # ---- outputs ---------------------------------------------------------------------------------
 
     @property
-    def is_behind(self) -> bool:
+    def blocks_called(self) -> bool:
         """Return True if the blocks whose output was received have been called."""
         return self.passes[self.place.received] > 0
 

@@ -91,7 +91,7 @@ class StatusBoard:
         self._requests.put(done)
         return done.wait(max(0.0, limit_s - self.unanswered_s)) and not self.gone
 
-    def hear_all(self, limit_s: float) -> None:
+    def wait_for_all(self, limit_s: float) -> None:
         """Wait until all other ranks have published a status, or for ``limit_s``."""
         deadline = time.monotonic() + limit_s
         while (
@@ -101,7 +101,7 @@ class StatusBoard:
         ):
             time.sleep(_POLL_S)
 
-    def roll_call(self, limit_s: float, silent_after_s: float) -> set[int] | None:
+    def silent_ranks(self, limit_s: float, silent_after_s: float) -> set[int] | None:
         """Return the ranks that have neither failed nor ended, but are silent.
 
         A rank is silent if it publishes nothing for ``limit_s``, or had published nothing for
@@ -130,8 +130,8 @@ class StatusBoard:
         if not self._is_mine:
             return False
         with contextlib.suppress(Exception):  # The store may be gone, or not answer.
-            meeting = in_thread(partial(self._meet, topic, limit_s), name="ptdp meeting")
-            return meeting.result(2 * limit_s)
+            joining = in_thread(partial(self._join, topic, limit_s), name="ptdp agreement")
+            return joining.result(2 * limit_s)
         return False
 
     def close(self) -> None:
@@ -199,7 +199,7 @@ class StatusBoard:
                 lived = not status.is_done or (before is not None and before.lived)
                 self.heard[rank] = Heard(status, time.monotonic(), lived)
 
-    def _meet(self, topic: str, limit_s: float) -> bool:
+    def _join(self, topic: str, limit_s: float) -> bool:
         """Return True if all ranks join ``topic``."""
         topic = f"lightning_ptdp/world/meeting/{topic}"
         keys = [f"{topic}/{rank}" for rank in range(self.world_size)]

@@ -51,7 +51,7 @@ from lightning_ptdp.world.mesh import ProcessMesh
 _INTERVAL_S = 0.5
 _PUBLISH_LIMIT_S = 1.0
 _ANSWER_LIMIT_S = 2.0
-_ROLL_CALL = 1.5  # intervals in which a live rank publishes a status
+_PUBLISHED_WITHIN = 1.5  # intervals in which a live rank publishes a status
 _SILENT_INTERVALS = 4
 _RANKS_PER_SECOND = 1000  # publications that the store's host should have to accept
 # Largest world in which a rank watches all ranks, and not only those of its own groups.
@@ -153,7 +153,7 @@ class Watchdog(StepObserver):
         if watchdog._status_board is not None:
             # Wait for a first status of every rank, so that even a rank that is lost soon is known.
             # All ranks create the watchdog together, right after the mesh.
-            watchdog._status_board.hear_all(min(limit_s, _PUBLISH_LIMIT_S))
+            watchdog._status_board.wait_for_all(min(limit_s, _PUBLISH_LIMIT_S))
         return watchdog
 
     # ---- events ----------------------------------------------------------------------------------
@@ -263,8 +263,9 @@ class Watchdog(StepObserver):
         board = self._status_board
         if board is None:
             return report()
-        missing = board.roll_call(
-            min(_ROLL_CALL * self.interval_s, _ANSWER_LIMIT_S), min(silent_after, _PUBLISH_LIMIT_S)
+        missing = board.silent_ranks(
+            min(_PUBLISHED_WITHIN * self.interval_s, _ANSWER_LIMIT_S),
+            min(silent_after, _PUBLISH_LIMIT_S),
         )
         heard = dict(board.heard)
         as_of = board.answered_at

@@ -176,8 +176,8 @@ class SetupHooks(StepHooks):
             managed.stays_whole = False
         view = (
             contextlib.nullcontext({})
-            if parallel.whole is None
-            else self._whole_view(parallel.whole)
+            if parallel.uncut is None
+            else self._uncut_view(parallel.uncut)
         )
         with view as foreign:
             self._make_optimizers(trainer)
@@ -199,7 +199,7 @@ class SetupHooks(StepHooks):
         if parallel.shards is not None:
             parallel.shards.keep_whole()
 
-    def _whole_view(
+    def _uncut_view(
         self, view: UncutView
     ) -> contextlib.AbstractContextManager[dict[nn.Parameter, str]]:
         """Return a context in which the module looks uncut."""

@@ -84,7 +84,7 @@ class StepHooks(CheckpointHooks):
         if self.config.runs_backward:
             closure_loss = plugin.pre_backward(closure_loss, module)
             with self._during("step"), self.run.watchdog.counting(OTHER_REPLICAS):
-                self.engine.gradients.show()
+                self.engine.gradients.set_grad()
         else:
             closure_loss = plugin.pre_backward(
                 self.engine.optimization.scaled(closure_loss), module
@@ -96,7 +96,7 @@ class StepHooks(CheckpointHooks):
                     stack.pop_all().close()
         # Called after the sums over the replicas, so that on_after_backward sees the optimizer's
         # gradients.
-        with self.engine.gradients.shown():
+        with self.engine.gradients.for_hooks():
             output = plugin.post_backward(closure_loss, module)
         with self._during("checking the gradients of step"):
             self.engine.optimization.check(
@@ -278,7 +278,7 @@ class StepHooks(CheckpointHooks):
         self._precision_plugin = plugin
 
     def _show_gradients(self, hooks: Callable[..., None], *args: object) -> None:
-        with self.engine.gradients.shown():
+        with self.engine.gradients.for_hooks():
             hooks(*args)
         self.engine.gradients.defer()
 

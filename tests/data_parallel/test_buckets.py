@@ -54,11 +54,11 @@ def _sum_over_replicas(rank, bucket_bytes, batches):
         assert mine.grad is not None
         expected = theirs.grad if theirs.grad is not None else torch.zeros_like(theirs)
         differences.append((mine.grad - expected).abs().max().item())
-    buckets.hide()
+    buckets.unset_grad()
     assert all(p.grad is None for p in model.parameters())
-    buckets.show()
+    buckets.set_grad()
     assert sum(p.grad.abs().sum().item() for p in model.parameters()) > 0, (
-        "hide() lost the gradients"
+        "unset_grad() lost the gradients"
     )
     return max(differences)
 
@@ -109,14 +109,14 @@ def test_unbucketed_gradients_accumulate_and_reset():
     used, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     gradients = UnbucketedGradients(managed([used, unused]))
     for batch in range(2):  # accumulated
-        gradients.show()
+        gradients.set_grad()
         gradients.begin(keep=batch > 0)
         (used * 3).sum().backward()
         if batch:
             gradients.finish()
-        gradients.hide()
+        gradients.unset_grad()
         assert used.grad is None
-    gradients.show()
+    gradients.set_grad()
     assert (used.grad.tolist(), unused.grad) == ([6.0, 6.0], None)
     gradients.begin(keep=False)
     assert used.grad is None

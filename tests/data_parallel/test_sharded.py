@@ -68,7 +68,7 @@ def _difference(rank, name, size):
         model(_inputs(step, rank)).square().mean().backward()
         buckets.reduce(0)
         buckets.finish(scale=1 / size)
-        stepped.show()
+        stepped.set_grad()
         assert all(p.grad is None for p in model.parameters()), (
             "a parameter still has the gradient of one replica"
         )
@@ -121,7 +121,7 @@ def _bytes(rank, size, shard):
     buckets.expect(0)
     model(torch.ones(2, 200, dtype=torch.bfloat16)).sum().backward()
     buckets.finish()
-    stepped.show()
+    stepped.set_grad()
     optimizer.step()
     stepped.publish()
     stepped.wait()

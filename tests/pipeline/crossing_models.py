@@ -275,12 +275,12 @@ def build(model: type[Base]) -> Base:
     return model().double()
 
 
-def crossing_of(output: object, *, alike: bool = False) -> Crossing:
+def crossing_of(output: object, *, replicated: bool = False) -> Crossing:
     """Return a crossing of all tensors of ``output``, differentiable if they require a gradient."""
     tensors = tuple({id(tensor): tensor for _, tensor in tensors_in(output)}.values())
     index = {id(tensor): i for i, tensor in enumerate(tensors)}
     forms = tuple(
-        TensorForm.of(tensor, differentiable=tensor.requires_grad, alike=alike)
+        TensorForm.of(tensor, differentiable=tensor.requires_grad, replicated=replicated)
         for tensor in tensors
     )
     return Crossing(

@@ -179,7 +179,7 @@ def exchange_alike_on_tensor_ranks(rank, scatter, alike):
         for shape in shapes
     ]
     tensors[3] = tensors[3].transpose(0, 2)  # not contiguous
-    crossing = crossing_of((*tensors, torch.arange(64)), alike=alike)
+    crossing = crossing_of((*tensors, torch.arange(64)), replicated=alike)
     whole = [tensor.detach().clone() for tensor in crossing.tensors]
     source, target = rank % 2, rank % 2 + 2
     if rank < 2:

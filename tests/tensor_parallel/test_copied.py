@@ -70,7 +70,7 @@ def check_gradients(rank):
         gradients.begin(keep=False)
         (weight * (rank + 1)).sum().backward()
         gradients.finish(2.0)
-        gradients.show()
+        gradients.set_grad()
         assert weight.grad is not None
         assert torch.equal(weight.grad, 2 * expected), (rank, weight.grad)
         norm = global_norm(

@@ -1,8 +1,8 @@
-"""Unsharded copies of tensor-parallel parameters, for optimizers that need whole matrices.
+"""Unsharded copies of tensor-parallel parameters, for optimizers that need full matrices.
 
 Before the step the ranks of a tensor group gather the gradients. Each then makes the same step on
-the whole parameter, and keeps its part of the result. A rank therefore holds the optimizer's states
-of whole parameters, t times as many as with an elementwise optimizer. With a sharded optimizer it
+the full parameter, and keeps its part of the result. A rank therefore holds the optimizer's states
+of full parameters, t times as many as with an elementwise optimizer. With a sharded optimizer it
 does so for the parameters that it owns.
 """
 
@@ -20,8 +20,8 @@ from lightning_ptdp.shims.torch_distributed import all_gather_single
 from lightning_ptdp.world.mesh import Group
 
 
-class WholeMatrices:
-    """Whole parameters of one rank; replaces the tensors on which the optimizer steps.
+class FullMatrices:
+    """Unsharded parameters of one rank; replaces the tensors on which the optimizer steps.
 
     Args:
         parameters: Parameters that are cut; the same on all ranks of the tensor group.
@@ -39,20 +39,20 @@ class WholeMatrices:
             assert managed.stepped is not None
             stepped.append(managed.stepped.detach())
             self._values[managed] = stepped[-1] if managed.rounded is None else managed.rounded
-        for managed, whole in zip(parameters, self._gathered(parameters, stepped), strict=True):
-            placement = _whole_placement(managed, first=group.rank == 0)
-            managed.step_on(nn.Parameter(whole), placement, rounded=managed.rounded)
-        self._versions = self._present_versions()
+        for managed, full in zip(parameters, self._gathered(parameters, stepped), strict=True):
+            placement = _full_placement(managed, first=group.rank == 0)
+            managed.step_on(nn.Parameter(full), placement, rounded=managed.rounded)
+        self._versions = self._current_versions()
 
-    def _present_versions(self) -> list[int]:
+    def _current_versions(self) -> list[int]:
         return [managed.parameter._version for managed in self._numbers]
 
     def __contains__(self, managed: ManagedParameter) -> bool:
         """Return True if this object replaces the tensor of ``managed``."""
         return managed in self._numbers
 
-    def show(self) -> None:
-        """Show the whole gradients to the optimizer; collective."""
+    def set_grad(self) -> None:
+        """Give the full gradients to the optimizer; collective."""
         shown = []
         gradients = []
         for managed, gradient in self._gradients.items():
@@ -62,64 +62,64 @@ class WholeMatrices:
             if gradient is not None:
                 shown.append(managed)
                 gradients.append(gradient.to(managed.stepped.dtype))
-        for managed, whole in zip(shown, self._gathered(shown, gradients), strict=True):
+        for managed, full in zip(shown, self._gathered(shown, gradients), strict=True):
             assert managed.stepped is not None
-            managed.stepped.grad = whole
+            managed.stepped.grad = full
 
     def publish(self) -> None:
         """Take this rank's parts of the stepped parameters."""
         for managed, values in self._values.items():
             assert managed.stepped is not None
             values.copy_(slice_full(managed.stepped, managed.placement))
-        self._versions = self._present_versions()
+        self._versions = self._current_versions()
 
     def take_values(self) -> None:
         """Take what the user's step, which is that of all ranks, has written since ``publish``."""
-        if self._versions != self._present_versions():
+        if self._versions != self._current_versions():
             self.reload()
 
     def reload(self) -> None:
-        """Update the whole parameters where this rank's parts were changed outside; collective."""
+        """Update the full parameters where this rank's parts were changed outside; collective."""
         parameters = list(self._values)
         changed = [values.float() for values in self._values.values()]
-        for managed, whole in zip(parameters, self._gathered(parameters, changed), strict=True):
+        for managed, full in zip(parameters, self._gathered(parameters, changed), strict=True):
             stepped = managed.stepped
             assert stepped is not None
             dtype = self._values[managed].dtype
-            kept = stepped.to(dtype) == whole.to(dtype)
-            stepped.data.copy_(torch.where(kept, stepped, whole.to(stepped.dtype)))
+            kept = stepped.to(dtype) == full.to(dtype)
+            stepped.data.copy_(torch.where(kept, stepped, full.to(stepped.dtype)))
 
     @torch.no_grad()
     def _gathered(
         self, parameters: Sequence[ManagedParameter], tensors: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Return the whole tensors of this rank's parts, by one message."""
+        """Return the full tensors of this rank's parts, by one message."""
         if not parameters:
             return []
         dtype = max((tensor.dtype for tensor in tensors), key=lambda dtype: dtype.itemsize)
         flat = torch.cat([tensor.reshape(-1).to(dtype) for tensor in tensors])
         received = flat.new_empty(self._group.size * flat.numel())
         all_gather_single(received, flat, self._group.handle)
-        wholes = []
+        full_tensors = []
         begin = 0
         for managed, tensor in zip(parameters, tensors, strict=True):
-            whole = tensor.new_empty(managed.placement.full_shape)
+            full = tensor.new_empty(managed.placement.full_shape)
             for rank, pieces in enumerate(self._pieces):
                 start = rank * flat.numel() + begin
                 part = received[start : start + tensor.numel()].view(tensor.shape)
                 for piece in pieces[self._numbers[managed]]:
-                    whole[piece.in_full.slices] = part[piece.in_local.slices].to(whole.dtype)
-            wholes.append(whole)
+                    full[piece.in_full.slices] = part[piece.in_local.slices].to(full.dtype)
+            full_tensors.append(full)
             begin += tensor.numel()
-        return wholes
+        return full_tensors
 
 
-def _whole_placement(managed: ManagedParameter, *, first: bool) -> Placement:
-    """Return the placement of the whole parameter; ``first``: of this rank in the tensor group."""
+def _full_placement(managed: ManagedParameter, *, first: bool) -> Placement:
+    """Return the placement of the full parameter; ``first``: of this rank in the tensor group."""
     held = managed.stepped_placement
-    whole = Placement.replicated(held.full_shape, partial=held.partial)
+    full = Placement.replicated(held.full_shape, partial=held.partial)
     return replace(
-        whole,
+        full,
         sharded=tuple(axis for axis in held.sharded if axis != "tensor"),
         data_axes=held.data_axes,
         first_in_replica=held.first_in_replica and first,
