@@ -221,7 +221,8 @@ class UnbucketedGradients(GradientStore):
             parameter = managed.parameter
             for region, group in managed.placement.sums:
                 if parameter.grad is None:
-                    parameter.grad = _zeros(parameter)
+                    dtype = gradient_dtype(parameter)
+                    parameter.grad = torch.zeros_like(parameter, dtype=dtype)
                 views = managed.placement.within(region, parameter.grad)
                 parts += [(view, group) for view in views]
         add_up(parts)
@@ -269,10 +270,6 @@ class UnbucketedGradients(GradientStore):
 
     def _each(self) -> Iterator[nn.Parameter]:
         return (managed.parameter for managed in self.parameters)
-
-
-def _zeros(parameter: Tensor) -> Tensor:
-    return torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
 
 
 def _sum(accumulated: Tensor | None, gradient: Tensor | None, scale: float) -> Tensor | None:

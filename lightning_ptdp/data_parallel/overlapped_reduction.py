@@ -23,7 +23,6 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
-from typing import Protocol
 
 import torch
 
@@ -86,31 +85,7 @@ class OverlappedReduction:
             self._open.pop(0).wait()
 
 
-class Line(Protocol):
-    """Queue that runs tasks in order, concurrently with the computation.
-
-    Attributes:
-        has_host: True if it is a separate host thread.
-    """
-
-    has_host: bool
-
-    def run(self, task: Callable[[], None]) -> None:
-        """Run ``task`` after the previous tasks and after the work computed so far."""
-
-    def mark(self) -> Callable[[], object]:
-        """Return a function that orders later computation after the tasks queued so far."""
-
-    def join(self) -> None:
-        """Order all later computation after the queued tasks."""
-
-    def close(self) -> None:
-        """Close the queue; no task follows."""
-
-
-def line_on(device: torch.device) -> Line:
-    """Return the queue for buffers on ``device``."""
-    return _Stream(device) if device.type == "cuda" else _Thread()
+# ---- Queues that run tasks in order, concurrently with the computation --------------------------
 
 
 class _Stream:
@@ -126,15 +101,18 @@ class _Stream:
         self._stream = torch.cuda.Stream(device)
 
     def run(self, task: Callable[[], None]) -> None:
+        """Run ``task`` after the previous tasks and after the work computed so far."""
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             task()
 
     def mark(self) -> Callable[[], object]:
+        """Return a function that orders later computation after the tasks queued so far."""
         event = self._stream.record_event()
         return lambda: torch.cuda.current_stream(self._stream.device).wait_event(event)
 
     def join(self) -> None:
+        """Order all later computation after the queued tasks."""
         torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     def close(self) -> None:
@@ -142,7 +120,7 @@ class _Stream:
 
 
 class _Thread:
-    """A thread, started by the first task.
+    """A host thread with the same methods, started by the first task.
 
     It is a daemon, so that a process whose training failed does not wait for it.
     """
@@ -182,3 +160,8 @@ class _Thread:
                     task()
                 except BaseException as error:  # raised by join(); later tasks would hang
                     self._error = error
+
+
+def line_on(device: torch.device) -> _Stream | _Thread:
+    """Return the queue for buffers on ``device``."""
+    return _Stream(device) if device.type == "cuda" else _Thread()

@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -132,7 +131,7 @@ class Reduction:
 
 
 def _all_reduce(buffer: Tensor, group: Group) -> Work:
-    work: Work | None = dist.all_reduce(buffer, group=group.handle, async_op=True)
+    work = dist.all_reduce(buffer, group=group.handle, async_op=True)
     assert work is not None
     return work
 
@@ -185,13 +184,6 @@ class PendingReduction:
                 callback()
 
 
-class Work(Protocol):
-    """Handle of a collective: torch's, or one with the same methods."""
-
-    def wait(self) -> object:
-        """Return when the result is available (on CUDA: when the stream waits for it)."""
-
-
 def _own_part(buffer: Tensor, group: Group) -> Tensor:
     """Return this rank's part of ``buffer`` as a view; n must divide by the group's size."""
     return _parts(buffer, group)[group.rank]
@@ -208,10 +200,7 @@ def start_reduce_scatter(buffer: Tensor, group: Group) -> Work:
         return _Direct(
             group, parts, received, partial(_add_in_order, parts[group.rank], received, group.rank)
         )
-    work: Work = reduce_scatter_single(
-        _own_part(buffer, group), buffer, group.handle, async_op=True
-    )
-    return work
+    return reduce_scatter_single(_own_part(buffer, group), buffer, group.handle, async_op=True)
 
 
 def start_all_gather(buffer: Tensor, group: Group) -> Work:
@@ -219,8 +208,7 @@ def start_all_gather(buffer: Tensor, group: Group) -> Work:
     if _is_gloo(group):
         parts = _parts(buffer, group)
         return _Direct(group, [parts[group.rank]] * group.size, parts)
-    work: Work = all_gather_single(buffer, _own_part(buffer, group), group.handle, async_op=True)
-    return work
+    return all_gather_single(buffer, _own_part(buffer, group), group.handle, async_op=True)
 
 
 def _is_gloo(group: Group) -> bool:
@@ -253,7 +241,7 @@ class _Direct:
     ) -> None:
         self._kept = sent
         self._settle = settle
-        self._pending: list[Work | None] = []
+        self._pending: list[dist.Work | None] = []
         for step in range(1, group.size):
             target = (group.rank + step) % group.size
             source = (group.rank - step) % group.size
@@ -278,3 +266,7 @@ def _add_in_order(part: Tensor, received: Sequence[Tensor], rank: int) -> None:
         first.add_(term)
     if rank:
         part.copy_(first)
+
+
+Work = dist.Work | _Direct
+"""Handle of a collective."""

@@ -48,10 +48,10 @@ class ReplicaBuffers:
 
 
 def _current(buffer: Tensor | None, first: Tensor) -> Tensor:
-    forms = [
-        (value.shape, value.dtype, value.device) for value in (buffer, first) if value is not None
-    ]
-    return first if buffer is None or forms[0] != forms[1] else buffer
+    if buffer is None:
+        return first
+    form = (buffer.shape, buffer.dtype, buffer.device)
+    return buffer if form == (first.shape, first.dtype, first.device) else first
 
 
 def _broadcast(buffers: list[Tensor], group: Group) -> None:
