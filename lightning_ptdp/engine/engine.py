@@ -384,6 +384,8 @@ class Engine:
         factor: float | Tensor = 1 / group.size
         if weighs and tokens is not None:
             tokens = tokens.to(self._device, torch.float32)
+            # Replicas that read other parameters have not started the same gathers yet.
+            self.gradients.parameters_needed()
             with self._watchdog.counting(OTHER_REPLICAS):
                 total, _ = weigh_over_replicas(recorder.calls, tokens, group=group)
             factor = tokens / total.clamp(min=1).to(tokens.dtype)

@@ -121,7 +121,8 @@ class LightningJob(StepJob):
         loggers: Stand-ins for the Trainer's loggers.
         shards: Sharded parameters; None: they are not sharded.
         gradients: Store to notify when gradients are complete; None outside of training.
-        before_backward: Called before each backward of a training.
+        before_backward: Called before each backward and each sum over the replicas of a training.
+            It completes the gathers of parameters.
         expected_tokens: Divisor of a loss that counts its tokens, in addition to the multiplication
             by them; a power of two.
         spread: Numbers of labels to read with the report (``label_spread``); None if they are not
@@ -251,6 +252,8 @@ class LightningJob(StepJob):
         loss = self._keep(forward, output)
         self._awaited -= 1
         if not self._awaited and not self.skipped and self.stream.is_apart:
+            # Its sum over the replicas follows the gathers of parameters, as on all of them.
+            self.before_backward()
             self._begun = self._begin_report()
         return loss
 

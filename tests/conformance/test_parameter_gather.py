@@ -3,12 +3,14 @@
 from contextlib import nullcontext
 from unittest import mock
 
+import lightning.pytorch as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch.nn.functional import linear
 
 from lightning_ptdp.data_parallel import reduction
+from lightning_ptdp.engine import engine
 from tests.conformance.toys import FEATURES, LitNet, Losses, Place, loader, make_trainer, weights
 
 
@@ -143,3 +145,44 @@ def test_reads_wait_for_gathers(module, layout, late, averages, conformance):
         assert ours[0] == pytest.approx(theirs[0], rel=1e-5)
         for name, value in theirs[1].items():
             torch.testing.assert_close(ours[1][name], value, rtol=1e-5, atol=1e-6)
+
+
+class Branches(L.LightningModule):
+    """Counts its tokens, and uses another branch in every replica."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk = torch.nn.Linear(FEATURES, FEATURES)
+        self.branches = torch.nn.ParameterList(torch.randn(FEATURES) for _ in range(2))
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        found = self.trunk(x) @ self.branches[self.global_rank]
+        return {"loss": (found - y[:, 0]).square().mean(), "num_tokens": len(x)}
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=1e-2)
+
+
+def order_of_messages(rank, place):
+    """Return the gathers and the sums of token counts of a rank, in their order."""
+    events = []
+
+    def noted(name, function):
+        return lambda *args, **kwargs: events.append(name) or function(*args, **kwargs)
+
+    with (
+        mock.patch.object(reduction, "start_all_gather", noted("gather", plain)),
+        mock.patch.object(engine, "weigh_over_replicas", noted("sum", engine.weigh_over_replicas)),
+    ):
+        trainer = make_trainer(place, max_epochs=1)
+        trainer.fit(Branches(), loader())
+    return events
+
+
+def test_deferred_gathers_precede_sums_on_every_replica(conformance):
+    """Both share a communicator, on which NCCL matches the messages of ranks by their order."""
+    layout = {"shard": "optimizer", "offload_optimizer": True, "bucket_mb": 1e-5}
+    one, other = conformance.ranks(order_of_messages, Place(world_size=2, layout=layout))
+    assert {"gather", "sum"} == {*one}
+    assert one == other
