@@ -1,7 +1,8 @@
 """PyTorch Lightning strategy for pipeline, tensor, sequence and data parallelism (PTD-P).
 
 Importing this package registers ``Trainer(strategy="ptdp")``. An installed package is registered
-without the import."""
+without the import.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING

@@ -50,7 +50,8 @@ Found = tuple[float, str, object, str]
 def install() -> None:
     """Change Lightning's modules, now or when they are imported.
 
-    Never raises, because torch's import must not fail."""
+    Never raises, because torch's import must not fail.
+    """
     try:
         for name in _CHANGED & sys.modules.keys():
             _change(sys.modules[name])
@@ -64,7 +65,8 @@ def register(strategies: ModuleType) -> None:
     """Add "ptdp", "ptdp_spawn" and "ptdp_fork" to the registry of a Lightning namespace.
 
     The entries are factories that import nothing yet. Fabric's registry gets a factory whose error
-    says what to use."""
+    says what to use.
+    """
     fabric = strategies.__name__ in _FABRICS
     registry = getattr(strategies, "STRATEGY_REGISTRY" if fabric else "StrategyRegistry", None)
     if registry is None:
@@ -135,7 +137,8 @@ def load_file_or_folder(
 def find_last(find: Callable[..., set[str]], saver: Any, trainer: Trainer) -> set[str]:
     """Return the addresses of the last checkpoints of a saver.
 
-    A folder is named by its ``metadata.json``, because folders in object storage have no time."""
+    A folder is named by its ``metadata.json``, because folders in object storage have no time.
+    """
     from lightning_ptdp.checkpoint.remote_path import RemotePath, located
 
     folder = located(place_of_saves(saver, trainer))
@@ -181,7 +184,8 @@ def upload_files_and_folders(upload: Callable[..., None], *args: object) -> None
 def parse_file_or_folder(parse: Callable[[LightningCLI], None], cli: LightningCLI) -> None:
     """Let a command line take hyperparameters from a folder.
 
-    They are passed to it as a temporary file."""
+    They are passed to it as a temporary file.
+    """
     subcommand = cli.config.get("subcommand")
     path = cli.config[subcommand].get("ckpt_path") if subcommand else None
     if not isinstance(path, str | os.PathLike) or not _is_checkpoint(os.fspath(path)):

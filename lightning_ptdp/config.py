@@ -39,7 +39,8 @@ _MOST = {"bucket_mb": 2.0**20, "timeout_s": 1e9, "channel_ctas": 32}
 """Largest values of options.
 
 ``bucket_mb`` is limited to one TiB, ``timeout_s`` to about thirty years, which clocks and sockets
-still accept, and ``channel_ctas`` to the maximum that every NCCL version accepts."""
+still accept, and ``channel_ctas`` to the maximum that every NCCL version accepts.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -373,7 +374,8 @@ class PTDPConfig(Degrees):
 
         It is the given number, else the number of a schedule from a file, else 4p with a pipeline
         (bubble under a quarter) and 1 without. It is None if it follows from the batch
-        (``micro_batch_size``)."""
+        (``micro_batch_size``).
+        """
         if self.micro_batch_size is not None:
             return None
         default = 4 * self.pipeline_parallel_size if self.pipeline_parallel_size > 1 else 1
@@ -397,14 +399,16 @@ class PTDPConfig(Degrees):
     def cuts_forward(self) -> bool:
         """Return True if one forward is split over stages or slices of time.
 
-        The schedule then runs evaluation steps too."""
+        The schedule then runs evaluation steps too.
+        """
         return self.pipeline_parallel_size > 1 or self.context_parallel_size > 1
 
     def microbatches(self, samples: int) -> int:
         """Return m for a replica's batch of ``samples``.
 
         It follows from ``micro_batch_size``, or else is the usual number; it is never more than
-        ``samples``."""
+        ``samples``.
+        """
         usual = self.usual_microbatches
         if usual is None:
             assert self.micro_batch_size is not None

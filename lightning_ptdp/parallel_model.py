@@ -153,18 +153,19 @@ def build_local(
     plan: ParallelPlan,
     kinds: Mapping[str, Kind],
     materialize: Materializer,
-    full_parameters: UncutParameters,
+    uncut: UncutParameters,
     mesh: ProcessMesh,
 ) -> dict[nn.Parameter, Placement]:
     """Give values to the local modules and shard them, one module at a time.
 
-    Keeps ``full_parameters.names`` up to date."""
+    Keeps ``uncut.names`` up to date.
+    """
     tensor = mesh.group("tensor")
     sequence_parallel = mesh.layout.sequence_parallel and mesh.group("tensor").size > 1
     shared: dict[int, nn.Parameter] = {}
     placements: dict[nn.Parameter, Placement] = {}
     places = _places(module)
-    names = full_parameters.names
+    names = uncut.names
     for name, child in list(module.named_modules()):
         kind = None if isinstance(child, Placeholder) else kinds.get(name)
         # A kind may apply to a module with children, which then need their values first.
@@ -173,18 +174,14 @@ def build_local(
         ):
             before = dict(part._parameters)
             materialize(part, f"{name}.{suffix}" if suffix else name)
-            names.update(
-                {
-                    p: names[old]
-                    for p, old in zip(part._parameters.values(), before.values(), strict=True)
-                    if p is not None
-                }
-            )
+            for new, old in zip(part._parameters.values(), before.values(), strict=True):
+                if new is not None:
+                    names[new] = names[old]
         if kind is None:
             continue
-        old = dict(child.named_parameters())
+        originals = dict(child.named_parameters())
         splits = plan.splits_sequence(name, sequence_parallel)
-        new, local_placements = shard_module(
+        divided, local_placements = shard_module(
             child,
             kind,
             ModulePlace(
@@ -196,15 +193,16 @@ def build_local(
                 name=name,
             ),
         )
-        for parent, key in places[child] if new is not child else ():
-            parent._modules[key] = new
+        for parent, key in places[child] if divided is not child else ():
+            parent._modules[key] = divided
         for key, placement in local_placements.items():
-            parameter = new.get_parameter(key)
-            names[parameter] = names[old[key]]
+            parameter = divided.get_parameter(key)
+            original = originals[key]
+            names[parameter] = names[original]
             placements[parameter] = placement
-            if parameter is not old[key] and len(full_parameters.users[names[parameter]]) == 1:
+            if parameter is not original and len(uncut.users[names[parameter]]) == 1:
                 # The slice is a copy. Release the full value.
-                old[key].data = old[key].data.new_empty(0)
+                original.data = original.data.new_empty(0)
     replace_aliases(module, shared)
     for name, parameter in module.named_parameters():
         if parameter not in placements:
@@ -219,7 +217,8 @@ def build_local(
 def _places(module: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
     """Return the parents and names under which each module is registered.
 
-    A module may have several names."""
+    A module may have several names.
+    """
     places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
     for parent in module.modules():
         for key, child in parent._modules.items():

@@ -120,8 +120,8 @@ def parallelize(  # noqa: PLR0913
             f"'{name}' is quantized and differs between the ranks, which cannot copy it from each "
             "other. Load the same weights on every rank"
         )
-    full_parameters = UncutParameters.of(module)
-    view = UncutView(module, full_parameters.names) if layout.divides_model else None
+    uncut = UncutParameters.of(module)
+    view = UncutView(module, uncut.names) if layout.divides_model else None
     # With sharded parameters, values are drawn when a replica's part of them is known.
     late = config.sharded_state(layout) == "parameters"
     materialize = Materializer(module, seed=seed, device=device, left=left, late=late)
@@ -137,7 +137,7 @@ def parallelize(  # noqa: PLR0913
             collects=planned.collects,
         )
 
-    placements = build_local(module, planned, kinds, materialize, full_parameters, mesh)
+    placements = build_local(module, planned, kinds, materialize, uncut, mesh)
     if tensor.size > 1:
         refuse_captured_parts(module, kinds, sequence_parallel=layout.sequence_parallel)
     if not late:
@@ -147,7 +147,7 @@ def parallelize(  # noqa: PLR0913
     parameters = manage_parameters(
         module,
         placements,
-        full_parameters,
+        uncut,
         cut.module_stages if cut is not None else None,
         mesh,
         {c: _copies(mesh, c) for c in sorted(copies - {1})},
@@ -158,7 +158,7 @@ def parallelize(  # noqa: PLR0913
         placements={managed.name: managed.placement for managed in parameters.values()},
         padded={
             name
-            for name, users in full_parameters.users.items()
+            for name, users in uncut.users.items()
             if any(user in kinds and kinds[user].pads for user in users)
         },
         size=tensor.size,
@@ -169,8 +169,8 @@ def parallelize(  # noqa: PLR0913
         plan=planned,
         cut=cut,
         parameters=parameters,
-        aliases=full_parameters.aliases,
-        names=tuple(full_parameters.order),
+        aliases=uncut.aliases,
+        names=tuple(uncut.order),
         uncut=view,
         notes=tuple(notes),
         split_blocks=planned.split_blocks if splits_blocks else None,
@@ -185,7 +185,8 @@ def parallelize(  # noqa: PLR0913
 def _copies(mesh: ProcessMesh, copies: int) -> Group:
     """Return the group of ``copies`` neighbouring tensor ranks that hold the same heads.
 
-    This rank is one of them."""
+    This rank is one of them.
+    """
     start = mesh.group("tensor").rank // copies * copies
     return mesh.subgroup("tensor", tuple(range(start, start + copies)))
 

@@ -9,7 +9,8 @@ shard. Transformer Engine under Megatron does the same. (torchtitan takes the ma
 group, with a collective before every product.) The maximum of a shard is never larger than that of
 the whole operand. Results are therefore no less exact than in one process, but rounded
 differently. Operands that are not sharded are scaled as in one process: the input of a column layer
-and the gradient of a row layer, which are gathered in full precision under sequence parallelism."""
+and the gradient of a row layer, which are gathered in full precision under sequence parallelism.
+"""
 
 from __future__ import annotations
 
@@ -233,7 +234,8 @@ def apply_fp8(
 def _layers(module: nn.Module, blocks: Blocks | None) -> Iterator[tuple[str, nn.Module]]:
     """Yield the layers in the local blocks that multiply by a weight.
 
-    Layers that are too small to gain from float8, such as adapters and routers, are left out."""
+    Layers that are too small to gain from float8, such as adapters and routers, are left out.
+    """
     for block in local_blocks(module, blocks):
         modules = dict(block.module.named_modules(prefix=block.name))
         attentions = {

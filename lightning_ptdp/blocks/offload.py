@@ -28,7 +28,8 @@ On CUDA a copy is only queued. No tensor is overwritten while it is copied, for 
   ends.
 
 A saved tensor is not written to before its backward, because autograd refuses that. A copy is
-therefore equivalent. On a CPU the copies are made at once."""
+therefore equivalent. On a CPU the copies are made at once.
+"""
 
 from __future__ import annotations
 

@@ -16,7 +16,8 @@ The forward of the module is replaced (``own_forward.py``). The module's own hoo
 of modules inside it run in the recomputation too. Random numbers are replayed,
 so that dropout drops the same elements. Two things do not work when a forward runs twice: state
 that the forward changes (running statistics; a Hugging Face model's cache, so build it with
-``use_cache=False``), and control flow that depends on such state."""
+``use_cache=False``), and control flow that depends on such state.
+"""
 
 from __future__ import annotations
 
@@ -224,7 +225,8 @@ def _checkpoint_in(
 ) -> Any:
     """Run ``checkpoint`` with its contexts, untraced.
 
-    A compiler supports recomputation, but not its contexts."""
+    A compiler supports recomputation, but not its contexts.
+    """
     return checkpoint(
         run,
         *inputs,
@@ -270,7 +272,8 @@ def _chosen_numbers(module: nn.Module, blocks: Blocks, ranges: Ranges, layers: L
 def _outermost(block: LocalBlock, patterns: Sequence[str]) -> Iterator[nn.Module]:
     """Yield the outermost modules inside ``block`` that match a pattern.
 
-    Matches inside of these are left out, because they would be recomputed twice."""
+    Matches inside of these are left out, because they would be recomputed twice.
+    """
     outer = ""
     for inner, module in block.module.named_modules(prefix=block.name, remove_duplicate=False):
         if not (outer and inner.startswith(f"{outer}.")) and any(

@@ -22,7 +22,8 @@ _MASK = 2**62 - 1
 _NOTHING = -(2**63)
 _COPY_ROUNDING = MappingProxyType({"pipeline": 1e-5, "tensor": 1e-4})
 """Relative differences that are rounding: tensor ranks compute their copies' gradients, and stages
-receive the same sum."""
+receive the same sum.
+"""
 
 
 class BatchMismatchError(PTDPError, RuntimeError):

@@ -4,7 +4,8 @@ The initializers of a module are its own reset method, the ``_init_weights`` of 
 modules around it. A Hugging Face model is initialized as a whole: it calls its initializer on every
 module, from the leaves up. A module may set weights of its children (GPT-2's attention scales its
 output projection). To do the same for a single leaf, the leaf gets real tensors inside a copy of
-the model without tensors. The initializers then have no effect on the other modules."""
+the model without tensors. The initializers then have no effect on the other modules.
+"""
 
 from __future__ import annotations
 
@@ -117,7 +118,8 @@ def _resets(chain: list[Any]) -> list[Callable[[], object]]:
     """Return the reset functions of the last module and of the modules around it.
 
     Modules of torch that set values of their children, such as ``nn.MultiheadAttention``, do so in
-    ``_reset_parameters``."""
+    ``_reset_parameters``.
+    """
     methods = (getattr(chain[-1], key, None) for key in ("reset_parameters", "_reset_parameters"))
     outer = (getattr(module, "_reset_parameters", None) for module in reversed(chain[:-1]))
     return [reset for reset in (next(filter(callable, methods), None), *outer) if callable(reset)]
@@ -140,7 +142,8 @@ def _unset(tensor: Tensor) -> Tensor:
     """Return a real tensor full of a value that no initializer gives.
 
     It is float32 where ``tensor`` is in half precision, so that one seed gives the same values in
-    every precision."""
+    every precision.
+    """
     # Needed until torch 2.12, whose CPU generator draws the same numbers for every floating-point
     # dtype.
     dtype = torch.float32 if tensor.dtype in _HALF else tensor.dtype

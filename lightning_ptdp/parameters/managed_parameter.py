@@ -192,7 +192,8 @@ def _with_others(
     """Return the placement with the facts about other ranks.
 
     ``first`` is the first pipeline rank that holds the parameter; ``holders`` is the group of those
-    that do, if there are several."""
+    that do, if there are several.
+    """
     data_axes = mesh.layout.summed(placement.sharded)
     partial = [mesh.group(axis) for axis in placement.partial]
     sums: list[Sum] = [(None, group) for group in partial if group.size > 1]
@@ -223,7 +224,8 @@ def _with_others(
 def _holders(mesh: ProcessMesh, places: tuple[int, ...]) -> Group:
     """Return the group of the pipeline ranks at ``places``.
 
-    A rank outside of ``places`` gets a group of the remaining ranks, which is not used."""
+    A rank outside of ``places`` gets a group of the remaining ranks, which is not used.
+    """
     pipeline = mesh.group("pipeline")
     remaining = tuple(place for place in range(pipeline.size) if place not in places)
     return mesh.subgroup("pipeline", places if pipeline.rank in places else remaining)
@@ -279,7 +281,8 @@ def layout_notes(
 def _whole_note(placements: dict[str, Placement], size: int) -> Iterator[str]:
     """Yield a note if tensor parallelism leaves many of the layers' parameters unsplit.
 
-    An adapter around a projection, for example, leaves its attention unsplit."""
+    An adapter around a projection, for example, leaves its attention unsplit.
+    """
     matrices = [
         (_INDEX.sub(".*.", name), math.prod(held.full_shape), "tensor" in held.sharded)
         for name, held in placements.items()

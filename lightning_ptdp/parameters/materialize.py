@@ -3,7 +3,8 @@
 A module built on the meta device gets its values one leaf module at a time. Its initializers run at
 full size under a generator seeded by (seed, the module's global name). The values therefore depend
 neither on the layout nor on the rank, and no rank ever holds the whole model. A module built
-eagerly keeps its values, after a check that all ranks built the same ones."""
+eagerly keeps its values, after a check that all ranks built the same ones.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def make_room(
     """Allocate memory on ``device`` for every parameter that is on the meta device.
 
     The parameter stays the same object. ``padded`` parameters are filled with zeros, because later
-    values do not cover all of their elements."""
+    values do not cover all of their elements.
+    """
     for parameter in model.parameters():
         if parameter.is_meta:
             make = torch.zeros_like if parameter in padded else torch.empty_like
@@ -178,7 +180,8 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 def _checksum(tensor: Tensor) -> Tensor:
     """Return three sums over the bits, of all elements and of two selections.
 
-    Different values are very unlikely to have equal sums."""
+    Different values are very unlikely to have equal sums.
+    """
     flat = tensor.detach().contiguous().view(-1)
     bits = flat.view(_BITS.get(flat.element_size(), torch.uint8))
     return torch.stack([bits[::step].sum(dtype=torch.int64) for step in (1, 2, 3)])

@@ -166,7 +166,8 @@ class Placement:
     def num_unrepeated(self) -> int:
         """Return the number of local elements, not counting padding and repeated copies.
 
-        A copy counts as repeated if an earlier member of the group holds it too."""
+        A copy counts as repeated if an earlier member of the group holds it too.
+        """
         return sum(piece.in_local.numel for piece in self.pieces if piece.copy == 0)
 
     @property
@@ -186,7 +187,8 @@ class Placement:
     def unrepeated(self, values: Tensor) -> list[Tensor]:
         """Return views of ``values`` without repeated copies.
 
-        A copy is repeated if an earlier member holds it as well."""
+        A copy is repeated if an earlier member holds it as well.
+        """
         if not self.has_copies:
             return [values]
         rectangles = [piece.in_local for piece in self.pieces if piece.copy == 0]
@@ -207,7 +209,8 @@ class Placement:
 def slice_full(full: Tensor, placement: Placement) -> Tensor:
     """Return a new tensor with the local part of ``full``; padding is zero.
 
-    The dtype and device are those of ``full`` (meta stays meta)."""
+    The dtype and device are those of ``full`` (meta stays meta).
+    """
     assert tuple(full.shape) == placement.full_shape, (tuple(full.shape), placement.full_shape)
     make = torch.zeros if placement.num_padding else torch.empty
     local = make(placement.local_shape, dtype=full.dtype, device=full.device)

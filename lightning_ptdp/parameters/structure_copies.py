@@ -29,7 +29,8 @@ def without_tensors(model: nn.Module) -> nn.Module:
 
     The model is not changed. Shared modules and parameters stay shared. Among plain attributes,
     tensors, modules and containers of these are copied, because a forward may leave state in them.
-    All other attributes are the same objects as in the model."""
+    All other attributes are the same objects as in the model.
+    """
     copy: nn.Module = _copy(model, {})
     return copy
 
@@ -37,7 +38,8 @@ def without_tensors(model: nn.Module) -> nn.Module:
 def shallow_copy(module: nn.Module) -> nn.Module:
     """Return a module with the same attributes.
 
-    ``copy.copy()`` is not used, because some modules refuse it, such as parametrized ones."""
+    ``copy.copy()`` is not used, because some modules refuse it, such as parametrized ones.
+    """
     copied = type(module).__new__(type(module))
     copied.__dict__.update(module.__dict__)
     return copied
@@ -174,7 +176,8 @@ def _replaced(
 ) -> Iterator[tuple[dict[str, nn.Module | None], str, nn.Module, nn.Module]]:
     """Yield (children of the parent, key, module, shell) of the replaced modules.
 
-    A module is replaced if it is no longer the one of the uncut model."""
+    A module is replaced if it is no longer the one of the uncut model.
+    """
     for key, child in module._modules.items():
         shell = shells.get(key)
         if child is None or shell is None:

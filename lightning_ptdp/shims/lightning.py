@@ -2,7 +2,8 @@
 
 ``lightning.pytorch`` and ``pytorch_lightning`` are the same code under two names with unrelated
 classes. All names that are not public API are used in this file only (tests/test_lightning_names.py
-checks them)."""
+checks them).
+"""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ LOADERS = {
 CLIS = {f"{namespace}.cli": "LightningCLI._parse_ckpt_path" for namespace in NAMESPACES}
 """Modules with a command line, and its method for ``--ckpt_path``.
 
-The method takes hyperparameters from the checkpoint file."""
+The method takes hyperparameters from the checkpoint file.
+"""
 
 SCANNERS = {
     f"{namespace}.loggers.{module}": "_scan_checkpoints"
@@ -59,14 +61,16 @@ SAVERS = {
 }
 """Modules with ModelCheckpoint, and its method for ``ckpt_path="last"``.
 
-In object storage, the method loses the protocol of addresses."""
+In object storage, the method loses the protocol of addresses.
+"""
 
 TRAINERS = {
     f"{namespace}.trainer.trainer": "_verify_strategy_supports_compile" for namespace in NAMESPACES
 }
 """Modules with a Trainer, and the name of the function that refuses compiled modules.
 
-The function refuses them for strategies that it does not know."""
+The function refuses them for strategies that it does not know.
+"""
 
 
 _NAMES: dict[str, str | tuple[str, ...]] = {
@@ -130,7 +134,8 @@ class LightningNames(SimpleNamespace):
     def writes_elsewhere(self, plugin: object, path: object) -> bool:
         """Return True if the checkpoint plugin must write ``path``, instead of this package.
 
-        The plugin is then the user's, or the path is a URL that only Lightning's plugin knows."""
+        The plugin is then the user's, or the path is a URL that only Lightning's plugin knows.
+        """
         return type(plugin) is not self.TorchCheckpointIO or "://" in str(path).removeprefix(
             "file://"
         )
@@ -161,7 +166,8 @@ def replace_once(owner: object, name: str, instead: Callable[..., object]) -> No
 
     ``instead`` gets the original function before the arguments. Nothing happens if the function has
     been replaced before, or if ``owner`` has no such name: it may be None, or a module that is
-    still being imported."""
+    still being imported.
+    """
     original = getattr(owner, name, None)
     if original is None or hasattr(original, REPLACED):
         return
@@ -182,7 +188,8 @@ def place_of_saves(saver: Any, trainer: Trainer) -> str:
 def replace_after_closure(plugin: Precision, instead: Callable[..., None]) -> None:
     """Let a precision plugin call ``instead`` between the backward and the step.
 
-    ``instead`` gets the plugin's own hooks as first argument."""
+    ``instead`` gets the plugin's own hooks as first argument.
+    """
     plugin._after_closure = partial(instead, partial(type(plugin)._after_closure, plugin))
 
 
@@ -194,7 +201,8 @@ def fits(trainer: Trainer) -> bool:
 def layer_sync(strategy: StrategyBase) -> LayerSync | None:
     """Return the plugin for synchronized layers; None if there is none.
 
-    Lightning creates it for ``sync_batchnorm=True``, or the user provides it."""
+    Lightning creates it for ``sync_batchnorm=True``, or the user provides it.
+    """
     return strategy._layer_sync
 
 
@@ -202,21 +210,24 @@ def validation_times(trainer: Trainer) -> tuple[float | None, float]:
     """Return the seconds between validations and the start of the current interval.
 
     The seconds are None unless ``val_check_interval`` is a time. The start is the time, by
-    ``time.monotonic()``, at which the last validation ended or the fit began."""
+    ``time.monotonic()``, at which the last validation ended or the fit began.
+    """
     return trainer._val_check_time_interval, getattr(trainer, "_last_val_time", float("inf"))
 
 
 def set_last_validation(trainer: Trainer, last: float) -> None:
     """Set the time of the last validation.
 
-    Lightning validates at the end of a batch if the interval has passed since that time."""
+    Lightning validates at the end of a batch if the interval has passed since that time.
+    """
     trainer._last_val_time = last
 
 
 def count_replicas(trainer: Trainer, names: LightningNames, *, replicas: int, ranks: int) -> None:
     """Let Lightning's throughput monitors count ``replicas`` of ``ranks`` devices each.
 
-    By default they count every process as a replica."""
+    By default they count every process as a replica.
+    """
     for monitor in trainer.callbacks:
         if isinstance(monitor, names.ThroughputMonitor):
             for throughput in monitor._throughputs.values():
@@ -250,14 +261,16 @@ def trainer_options(trainer: Trainer) -> dict[str, Any]:
 def is_compiled(module: object) -> bool:
     """Return True if the LightningModule's steps are compiled.
 
-    The Trainer was then given the result of ``torch.compile``."""
+    The Trainer was then given the result of ``torch.compile``.
+    """
     return getattr(module, "_compiler_ctx", None) is not None
 
 
 def is_profiling(hook: object) -> bool:
     """Return True if a forward hook belongs to ``PyTorchProfiler``.
 
-    This profiler times modules where they run."""
+    This profiler times modules where they run.
+    """
     return (
         type(getattr(getattr(hook, "func", None), "__self__", None)).__name__
         == "RegisterRecordFunction"
@@ -280,7 +293,8 @@ def replace_signal_handlers(
 
     ``register`` is called where the Trainer registers its handlers, after the strategy's ``setup``.
     ``sigterm`` replaces Lightning's notifier of SIGTERM (None: keep it). Ranks then need not
-    exchange messages about SIGTERM before every batch and wait for them."""
+    exchange messages about SIGTERM before every batch and wait for them.
+    """
     connector = trainer._signal_connector
     assert hasattr(connector, "_sigterm_notifier_fn") and hasattr(
         connector, "register_signal_handlers"
@@ -309,7 +323,8 @@ def register_signal_handlers(trainer: Trainer) -> None:
 def load_only_named_checkpoints(trainer: Trainer) -> None:
     """Prevent ``fit`` without ``ckpt_path`` from loading ``hpc_ckpt_*`` by itself.
 
-    In SLURM jobs Lightning loads such a checkpoint from ``default_root_dir``."""
+    In SLURM jobs Lightning loads such a checkpoint from ``default_root_dir``.
+    """
     connector = trainer._checkpoint_connector
     assert hasattr(connector, "_user_managed")
     connector._user_managed = True
@@ -341,7 +356,8 @@ def keep_model_summary(trainer: Trainer, module: LightningModule) -> None:
     """Let the Trainer's ``ModelSummary`` describe ``module`` as it is now, uncut.
 
     By default the callback reads the module when a fit starts, and counts parameters when it is
-    asked."""
+    asked.
+    """
     for callback in trainer.callbacks:
         if (
             not getattr(callback, "_max_depth", 0)

@@ -1,6 +1,7 @@
 """Names of peft, recognized as strings so that peft need not be imported.
 
-tests/huggingface/test_lora.py checks them."""
+tests/huggingface/test_lora.py checks them.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ _BASES = {"BaseTunerLayer": "base_layer", "AuxiliaryTrainingWrapper": "original_
 def replaced_by(module: nn.Module) -> str | None:
     """Return the name under which a peft module holds the module that it replaced.
 
-    The result is None for other modules."""
+    The result is None for other modules.
+    """
     for kind in type(module).__mro__:
         if kind.__name__ in _BASES and kind.__module__.startswith("peft."):
             return _BASES[kind.__name__]
@@ -46,7 +48,8 @@ def adapters_of(module: nn.Module) -> list[str] | None:
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """Let the model compute with its original weights inside the context.
 
-    peft's own switch would also change which parameters are trained."""
+    peft's own switch would also change which parameters are trained.
+    """
     modules: list[Any] = [module for module in model.modules() if replaced_by(module) is not None]
     before = [module._disable_adapters for module in modules]
     try:
@@ -63,7 +66,8 @@ def seen_through(
 ) -> Iterator[tuple[str, str, nn.Module]]:
     """Yield (name, name without peft's parts, module) of everything in ``module``.
 
-    Modules of peft are skipped, and their inner layers appear under the replaced modules' names."""
+    Modules of peft are skipped, and their inner layers appear under the replaced modules' names.
+    """
     base = replaced_by(module)
     if base is None:
         yield name, plain, module
@@ -88,14 +92,16 @@ def plain_name(name: str) -> str:
 def original_name(name: str) -> str:
     """Return the original's name for a module in a copy of ``modules_to_save``.
 
-    The copy has the original's initial values."""
+    The copy has the original's initial values.
+    """
     return re.sub(r"\.modules_to_save\.[^.]+", ".original_module", name)
 
 
 def adapter_initializer(chain: Sequence[nn.Module]) -> Callable[[], object] | None:
     """Return peft's initializer of the last module of ``chain``; None outside of adapters.
 
-    ``chain`` begins with the root module."""
+    ``chain`` begins with the root module.
+    """
     for index in reversed(range(len(chain) - 1)):
         layer: Any = chain[index]
         if adapters_of(layer) is not None and chain[index + 1] is not layer.base_layer:
@@ -138,7 +144,8 @@ def _initialize(layer: Any, part: nn.Module, configs: Any) -> None:
 def set_magnitudes(model: nn.Module) -> None:
     """Set the magnitudes of DoRA to those of the current weights, in place.
 
-    peft does so when it creates an adapter."""
+    peft does so when it creates an adapter.
+    """
     for module in model.modules():
         for adapter in adapters_of(module) or ():
             layer: Any = module

@@ -1,7 +1,8 @@
 """Quantized parameters of other libraries, and the parts of torchao's float8 training in use.
 
 Parameters are recognized by name, so that no library need be imported. torchao is imported on
-demand. tests/huggingface/test_quantized.py and tests/test_fp8.py check the names."""
+demand. tests/huggingface/test_quantized.py and tests/test_fp8.py check the names.
+"""
 
 from __future__ import annotations
 
@@ -173,7 +174,8 @@ class Recipe:
 def make_recipe(name: str, *, emulate: bool) -> Recipe:
     """Return torchao's recipe of this name.
 
-    With ``emulate`` operands are rounded to float8 and multiplied in float32."""
+    With ``emulate`` operands are rounded to float8 and multiplied in float32.
+    """
     from torchao.float8 import Float8LinearConfig, LinearMMConfig, ScaledMMConfig
 
     config = Float8LinearConfig.from_recipe_name(name)
@@ -196,7 +198,8 @@ def scaled(
 ) -> Tensor:
     """Return a matrix in float8 with its scales, as operand of a product.
 
-    Rowwise scaling has one scale for each vector along ``dim``."""
+    Rowwise scaling has one scale for each vector along ``dim``.
+    """
     from torchao.float8.float8_scaling_utils import (
         get_maybe_axiswise_dim,
         hp_tensor_to_float8_dynamic,

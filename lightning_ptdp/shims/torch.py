@@ -2,7 +2,8 @@
 
 A comment "Needed until torch X" marks code that can be removed once X is the lowest supported
 version. A test reports these places when the bound in ``pyproject.toml`` is raised
-(tests/test_torch_shims.py)."""
+(tests/test_torch_shims.py).
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def untraced(function: Function) -> Function:
     """Return a function that a compiler calls without tracing it.
 
-    ``torch.compiler.disable`` does the same, but imports the compiler at once."""
+    ``torch.compiler.disable`` does the same, but imports the compiler at once.
+    """
     return cast(Function, torch._disable_dynamo(function))
 
 
@@ -35,7 +37,8 @@ def keep_padded(model: nn.Module) -> None:
     """Let torch's encoders compute padding in evaluation too, in place.
 
     By default they pass packed sequences to their layers. Stand-ins for layers of other pipeline
-    stages and sharded attentions accept only tensors."""
+    stages and sharded attentions accept only tensors.
+    """
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder):
             module.use_nested_tensor = False
@@ -45,7 +48,8 @@ def with_late_waits(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments of ``torch.compile`` that make a graph wait for collectives late.
 
     The graph then waits where the result is used, as the source code does. By default, torch's
-    compiler waits right where a collective starts."""
+    compiler waits right where a collective starts.
+    """
     if arguments.get("backend", "inductor") != "inductor":
         return dict(arguments)
     # A mode is a named set of options, and torch accepts either a mode or options.
@@ -64,7 +68,8 @@ def with_late_waits(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def storage_key(tensor: torch.Tensor) -> int:
     """Return a key of the tensor's storage, equal for all views of it.
 
-    Living storages have different keys, even without addresses."""
+    Living storages have different keys, even without addresses.
+    """
     return tensor.untyped_storage()._cdata
 
 
@@ -82,7 +87,8 @@ def without_data() -> AbstractContextManager[object]:
 def unscale_before_step(optimizer: torch.optim.Optimizer) -> None:
     """Let a loss scaler divide by the scale before the step, in place.
 
-    Otherwise, a fused step would do the division."""
+    Otherwise, a fused step would do the division.
+    """
     if getattr(optimizer, "_step_supports_amp_scaling", False):
         vars(optimizer)["_step_supports_amp_scaling"] = False
 
@@ -93,7 +99,8 @@ def replaced_total_norm(replacement: Callable[..., torch.Tensor]) -> Iterator[No
 
     ``replacement`` gets the original function as first argument. Modules that imported
     ``clip_grad_norm_`` by name are affected too, because it looks up a private name when it is
-    called."""
+    called.
+    """
     places = [(torch.nn.utils.clip_grad, "_get_total_norm"), (torch.nn.utils, "get_total_norm")]
     originals = [getattr(*place) for place in places]
     for place, original in zip(places, originals, strict=True):
@@ -126,7 +133,8 @@ def copy_gradient_hooks(parameter: torch.Tensor, to: torch.Tensor) -> None:
 def adds_to_gradient(parameter: torch.Tensor) -> bool:
     """Return True if the running backward will add to ``parameter.grad``, unseen by hooks.
 
-    The backward of ``torch.autograd.grad`` does not add to it."""
+    The backward of ``torch.autograd.grad`` does not add to it.
+    """
     if (
         type(parameter) is not nn.Parameter
         or not parameter.requires_grad
@@ -145,7 +153,8 @@ def adds_to_gradient(parameter: torch.Tensor) -> bool:
 def keeping_casts() -> Iterator[None]:
     """Keep the copies of trainable weights in lower precision that ``sharing_casts`` makes.
 
-    Autocast frees them at the end of its outermost context, and this context acts as that one."""
+    Autocast frees them at the end of its outermost context, and this context acts as that one.
+    """
     torch.autocast_increment_nesting()
     try:
         yield
@@ -158,7 +167,8 @@ def keeping_casts() -> Iterator[None]:
 def sharing_casts(context: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
     """Enter a context that may be autocast, and let it reuse the copies of weights.
 
-    Lightning's contexts do not, because of an old error of torch's (pytorch issue 65766)."""
+    Lightning's contexts do not, because of an old error of torch's (pytorch issue 65766).
+    """
     with context():
         torch.set_autocast_cache_enabled(True)  # restored at the end of autocast
         yield
@@ -181,7 +191,8 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 def saved_tensor_hooks() -> object:
     """Return the hooks that are applied to the tensors that autograd saves now, or None.
 
-    Activation checkpointing uses such hooks."""
+    Activation checkpointing uses such hooks.
+    """
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
@@ -197,7 +208,8 @@ def is_checkpointing() -> bool:
 def forward_hooks(module: nn.Module) -> tuple[dict[int, Callable[..., object]], dict[int, bool]]:
     """Return a module's forward hooks by key, and the keys of those with keyword arguments.
 
-    Both are the module's own dictionaries."""
+    Both are the module's own dictionaries.
+    """
     return module._forward_hooks, module._forward_hooks_with_kwargs
 
 
@@ -211,7 +223,8 @@ def forward_pre_hooks(
 def is_compiled(module: nn.Module) -> bool:
     """Return True if ``module.compile()`` was called.
 
-    The module is then traced with its hooks and any replacement of its forward."""
+    The module is then traced with its hooks and any replacement of its forward.
+    """
     return module._compiled_call_impl is not None
 
 
@@ -219,7 +232,8 @@ def has_compiled_parts(module: nn.Module) -> bool:
     """Return True if the LightningModule or a module in it is compiled.
 
     If a torch function mode surrounded one of its forwards, the next forward without the mode would
-    be compiled again."""
+    be compiled again.
+    """
     return any(
         is_compiled(child) or is_compiled_module(child) for child in nn.Module.modules(module)
     )
@@ -249,7 +263,8 @@ def _has_grouped_kernel(x: torch.Tensor, matrices: torch.Tensor) -> bool:
     """Return True if torch has a grouped kernel for these tensors.
 
     It needs single or half precision and rows of whole 16 bytes, on CUDA bfloat16 and Hopper or
-    Blackwell. For others torch computes the products in turn too, but first reads ``ends``."""
+    Blackwell. For others torch computes the products in turn too, but first reads ``ends``.
+    """
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32) or any(
         size * x.element_size() % 16 for size in matrices.shape[1:]
     ):
@@ -273,7 +288,8 @@ def cuda_error() -> str:
 def assert_on_device(condition: torch.Tensor, message: str) -> None:
     """End the program if ``condition`` is False, without waiting for the device.
 
-    On a GPU the error has no traceback to this call; CUDA prints ``message``."""
+    On a GPU the error has no traceback to this call; CUDA prints ``message``.
+    """
     torch._assert_async(condition, message)
 
 
@@ -321,7 +337,8 @@ def found_inf(
 ) -> torch.Tensor:
     """Return the tensor in which ``GradScaler.unscale_`` records an overflow.
 
-    It is created if this rank has no gradient at all."""
+    It is created if this rank has no gradient at all.
+    """
     tensors: dict[torch.device, torch.Tensor] = scaler._per_optimizer_states[id(optimizer)][
         "found_inf_per_device"
     ]

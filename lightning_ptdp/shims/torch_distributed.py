@@ -44,7 +44,8 @@ def reduce_scatter_single(
 def has_symmetric_products() -> bool:
     """Return True if this torch has the two fused products below.
 
-    The code that registers them, and their memory, are private."""
+    The code that registers them, and their memory, are private.
+    """
     from torch.distributed import _symmetric_memory  # noqa: F401 - slow import, rarely needed
 
     return all(
@@ -56,7 +57,8 @@ def has_symmetric_products() -> bool:
 def connect_symmetric_memory(group: str, size: int) -> None:
     """Allocate ``size`` bytes of memory on each GPU of the group that all its members reach.
 
-    Collective over the group. The memory grows when more is needed."""
+    Collective over the group. The memory grows when more is needed.
+    """
     from torch.distributed import _symmetric_memory
 
     _symmetric_memory.get_symm_mem_workspace(cast(Any, group), min_size=size)
@@ -68,7 +70,8 @@ def all_gather_product(
     """Return the gathered ``x`` times a matrix, and the gathered ``x`` if it is kept.
 
     ``x`` of every member is concatenated along ``dim``. Each member's part is multiplied while the
-    next one is read from its memory."""
+    next one is read from its memory.
+    """
     gathered, (product,) = torch.ops.symm_mem.fused_all_gather_matmul(
         x, [matrix], dim, group, return_A=keeps
     )
@@ -80,7 +83,8 @@ def reduce_scatter_product(
 ) -> torch.Tensor:
     """Return this member's slice along ``dim`` of the group's sum of ``x`` times a matrix.
 
-    Each member's part is sent to it while the next one is computed."""
+    Each member's part is sent to it while the next one is computed.
+    """
     summed: torch.Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(
         x, matrix, "sum", dim, group
     )
@@ -91,7 +95,8 @@ def start_traced(name: str, x: torch.Tensor, *arguments: object) -> torch.Tensor
     """Start a collective that a compiler can put into its graph.
 
     It is one of torch's functional collectives, whose Python functions are private and create
-    tensor subclasses. The result must not be read before ``wait_traced``."""
+    tensor subclasses. The result must not be read before ``wait_traced``.
+    """
     result: torch.Tensor = getattr(torch.ops._c10d_functional, name)(x, *arguments)
     return result
 
@@ -105,14 +110,16 @@ def wait_traced(x: torch.Tensor) -> torch.Tensor:
 def resolve_group(name: str) -> dist.ProcessGroup:
     """Return the process group with this name.
 
-    A graph holds names; torch's accessor is private."""
+    A graph holds names; torch's accessor is private.
+    """
     return dist.distributed_c10d._resolve_process_group(cast(Any, name))
 
 
 def default_store() -> dist.Store:
     """Return the key-value store of the default process group.
 
-    torch's accessor is private."""
+    torch's accessor is private.
+    """
     return dist.distributed_c10d._get_default_store()
 
 
@@ -120,7 +127,8 @@ def binds_device() -> bool:
     """Return True if a default NCCL group must be bound to its device.
 
     Until torch 2.14 it must not be: there is no ``lazy_init``, so new groups would be split from
-    it."""
+    it.
+    """
     return hasattr(dist.ProcessGroupNCCL.Options, "lazy_init")
 
 
@@ -191,7 +199,8 @@ def flight_record() -> bytes:
 def abort_process_groups() -> None:
     """Abort all operations on all process groups, and the groups.
 
-    torch's function for all backends is private."""
+    torch's function for all backends is private.
+    """
     dist.distributed_c10d._abort_process_group()
 
 
@@ -199,7 +208,8 @@ def is_communication_error(error: BaseException | None) -> bool:
     """Return True if torch's communication failed.
 
     The error has a class of torch's own, except that errors of gloo and nccl2 are recognized only
-    by their text."""
+    by their text.
+    """
     return isinstance(error, dist.DistError) or (
         type(error) is RuntimeError and _PLAIN_ERROR.match(str(error)) is not None
     )

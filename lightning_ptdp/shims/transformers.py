@@ -1,6 +1,7 @@
 """Names of transformers that are not part of its stable API.
 
-tests/huggingface/test_collected.py checks them."""
+tests/huggingface/test_collected.py checks them.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ def captured_outputs() -> dict[str, list[object]]:
 def install_capture(model: nn.Module) -> None:
     """Install the capturing hooks on the layers that are now in ``model``.
 
-    By default they are installed at the first forward that captures."""
+    By default they are installed at the first forward that captures.
+    """
     capturing = sys.modules.get(_CAPTURING)
     if capturing is not None:
         for module in model.modules():
@@ -75,7 +77,8 @@ def is_huggingface_model(module: nn.Module) -> bool:
 def collects_by_itself(module: nn.Module) -> bool:
     """Return True if a model's own loop collects outputs that its configuration requests.
 
-    No hooks on the layers capture them then."""
+    No hooks on the layers capture them then.
+    """
     model: Any = module
     if not is_huggingface_model(model) or getattr(model.base_model, "_can_record_outputs", None):
         return False
@@ -93,7 +96,8 @@ def image_token_of(module: nn.Module) -> int | None:
 def image_parts(module: nn.Module) -> tuple[str, ...]:
     """Return the prefixes of the modules that compute image features in the model inside.
 
-    These are all parts of a vision-language model but its language model and head."""
+    These are all parts of a vision-language model but its language model and head.
+    """
     for model in _image_models(module):
         embedding = model.get_input_embeddings()
         parts = {part for part in model.base_model.children() if embedding not in part.modules()}
@@ -119,7 +123,8 @@ def is_causal_model(module: nn.Module) -> bool:
 def new_cache(config: Any) -> Any:
     """Return an empty cache of keys and values for a model of ``config``.
 
-    The result is None if the model caches something else, or if its layers share the cache."""
+    The result is None if the model caches something else, or if its layers share the cache.
+    """
     from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
     cache = DynamicCache(config=config)
@@ -132,7 +137,8 @@ def new_cache(config: Any) -> Any:
 def advance_cache(cache: Any, length: int, device: torch.device) -> None:
     """Let the layers of other stages count ``length`` tokens as seen.
 
-    These layers were not called, but a model may query the length of any layer."""
+    These layers were not called, but a model may query the length of any layer.
+    """
     for layer in cache.layers:
         missing = length - layer.get_seq_length()
         if missing > 0:
@@ -148,7 +154,8 @@ def has_sdpa(kind: type[nn.Module]) -> bool:
 def ignored_names(model: nn.Module) -> tuple[str, ...]:
     """Return patterns for the names of stored tensors that a Hugging Face model ignores.
 
-    These are regular expressions for buffers that were saved once, and are computed now."""
+    These are regular expressions for buffers that were saved once, and are computed now.
+    """
     patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     return (*sorted(patterns), *_COMPUTED)
 
@@ -156,7 +163,8 @@ def ignored_names(model: nn.Module) -> tuple[str, ...]:
 def as_in_files(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a state as ``save_pretrained`` writes it, with views instead of copies.
 
-    Names differ, and tensors are split."""
+    Names differ, and tensors are split.
+    """
     from transformers.core_model_loading import revert_weight_conversion
 
     with Replacing({Tensor.contiguous: lambda value, **_: value}):

@@ -22,8 +22,7 @@
   receive that was posted early holds them until its message is sent. Channels therefore get few
   blocks, which leaves room for the collectives of a computation.
 - **Time.** A group's time limit is longer than that of the hang guard, which names the rank and
-exits
-  with code 1.
+  exits with code 1.
 """
 
 from __future__ import annotations
