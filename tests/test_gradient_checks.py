@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_ptdp.checkpoint.save_agreement import own_rank
-from lightning_ptdp.engine.gradient_checks import NonFiniteError
+from lightning_ptdp.engine.optimization import NonFiniteError
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.conformance.toys import LitNet, loader
 from tests.letters import M, P, Z

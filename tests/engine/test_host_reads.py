@@ -406,7 +406,7 @@ def test_finite_check_and_loss_scaler_wait_for_gradients(options, settings, pool
         assert report.queued
         assert not decision.queued
         assert (
-            decision.place.endswith(("engine/gradient_checks.py complete", "amp.py optimizer_step"))
+            decision.place.endswith(("engine/optimization.py complete", "amp.py optimizer_step"))
             and not decision.in_schedule
         )
 
