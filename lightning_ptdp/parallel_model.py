@@ -1,4 +1,4 @@
-"""This rank's part of a module: its construction module by module, and what is known of it."""
+"""This rank's part of a module, its construction module by module, and its description."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Units of sharded parameters: what replicas gather together, and how it is stored.
+"""Units of sharded parameters, which replicas gather together, and their storage.
 
 A unit holds the parameters of one block, or those of a stage outside of its blocks.
 

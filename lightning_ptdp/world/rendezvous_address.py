@@ -1,4 +1,4 @@
-"""Rendezvous addresses of the ranks, their network interfaces, and what their launcher has started.
+"""Rendezvous addresses of the ranks, their network interfaces, and their launcher's numbers.
 
 On one machine the ranks use the loopback interface only, regardless of the machine's name
 resolution.
