@@ -62,10 +62,18 @@ def _part(value: Nested, window: slice, samples: int) -> Nested:
     items = children(value)
     if items is None:
         return value[window] if _rows(value) == samples else value
-    is_list = isinstance(value, (list, tuple)) and not hasattr(value, "_fields")
-    if is_list and len(value) == samples and not any(_has_samples(v, samples) for v in value):
+    if (
+        _is_list(value)
+        and len(value) == samples
+        and not any(_has_samples(item, samples) for item in value)
+    ):
         return value[window]
     return rebuilt(value, {key: _part(item, window, samples) for key, item in items})
+
+
+def _is_list(value: Nested) -> bool:
+    """Return True for a list or tuple whose items have no names."""
+    return isinstance(value, (list, tuple)) and not hasattr(value, "_fields")
 
 
 def _has_samples(value: Nested, samples: int) -> bool:
@@ -111,10 +119,10 @@ def merge_outputs(
         if first.dim() == 0:
             return _weighted_mean(outputs, weights)
         return list(outputs)
-    lengths = [len(output) for output in outputs] if isinstance(first, (list, tuple)) else []
+    lengths = [len(output) for output in outputs] if _is_list(first) else []
     if lengths == [*sizes] and _holds_samples(outputs, sizes):
         return type(first)(v for o in outputs for v in o)
-    if isinstance(first, Mapping) or len(set(lengths)) == 1:
+    if children(first) is not None and len(set(lengths)) <= 1:
         parts = [dict(children(output) or ()) for output in outputs]
         merged = {
             key: merge_outputs([part[key] for part in parts], sizes, weights) for key in parts[0]

@@ -179,6 +179,18 @@ def test_arrays_and_lists_of_samples_are_merged():
     assert merged["classes"].tolist() == ["x", "y"]
 
 
+def test_fields_of_outputs_are_merged():
+    merged = merge_outputs(
+        [Labelled(torch.zeros(2, 3), "a"), Labelled(torch.ones(1, 3), "a")], (2, 1), (2.0, 1.0)
+    )
+    assert merged.tokens.sum(1).tolist() == [0, 0, 3]
+    assert merged.source == "a"
+    pair = Pair(torch.zeros(5), torch.tensor(1.0))
+    merged = merge_outputs([pair, pair], (2, 2), (1.0, 1.0))
+    assert isinstance(merged, Pair)
+    assert merged.y.item() == 1.0
+
+
 def test_nan_of_microbatch_with_zero_weight_is_ignored():
     merged = merge_outputs([torch.tensor(float("nan")), torch.tensor(3.0)], (1, 1), (0.0, 5.0))
     assert merged.item() == 3.0
