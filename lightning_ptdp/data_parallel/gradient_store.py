@@ -239,7 +239,8 @@ class UnbucketedGradients(GradientStore):
         self._note_arrived()
         for parameter in self._each():
             total = _sum(self._weighed.get(parameter), parameter.grad, scale)
-            self._weighed[parameter], parameter.grad = (None, total) if last else (total, None)
+            self._weighed[parameter] = None if last else total
+            parameter.grad = total if last else None
         if last:
             self._weighed = {}
 
