@@ -127,9 +127,15 @@ class ShardedParameters(Surrounding):
         self._lay_out_again(lambda managed: managed.stays_whole)
 
     def gather_rounded(self, weights: Mapping[nn.Parameter, RoundedWeight]) -> None:
-        """Gather these weights in float8, because products in float8 read them; collective."""
+        """Gather these weights in float8, because products in float8 read them; collective.
+
+        Of weights that are not sharded, products round the weight itself.
+        """
         self._rounded.update(weights)
         self._lay_out_again(lambda managed: managed.parameter in weights)
+        sharded = {managed.parameter for flat in self.flats for managed in flat.parameters}
+        for parameter, rounded in weights.items():
+            rounded.used = parameter in sharded
 
     def _lay_out_again(self, moves: Callable[[ManagedParameter], bool]) -> None:
         for unit in self._units:

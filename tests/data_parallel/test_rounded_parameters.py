@@ -76,7 +76,20 @@ class Doubling(LitTiny):
         return result
 
 
-MODULES = {"reads": Penalized, "writes": Doubling}
+class Marked(torch.nn.Parameter):
+    """A parameter of the user's own class, which replicas do not shard."""
+
+
+class OwnClass(LitTiny):
+    """Has a weight of products in float8 that is not sharded."""
+
+    def __init__(self, run):
+        super().__init__(run)
+        layer = self.model.blocks[1].mlp.up
+        layer.weight = Marked(layer.weight.detach())
+
+
+MODULES = {"reads": Penalized, "writes": Doubling, "own class": OwnClass}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +102,7 @@ class OtherRun(Run):
 
 @pytest.mark.parametrize("module", MODULES)
 def test_other_code_has_unrounded_weights(module, parity):
-    run = OtherRun(hidden=32, clip=None, steps=3, module=module)
+    run = OtherRun(hidden=32, clip=None, steps=3, eager=True, module=module)
     whole, gathered = (
         parity.ranks(run.on((2, {**FP8, Z: shard}))) for shard in ("optimizer", "parameters")
     )
