@@ -101,14 +101,15 @@ def _fetch(place: RemotePath, sizes: dict[str, int], part: Path) -> None:
 
 
 def send(folder: Path, target: RemotePath) -> None:
-    """Replace the objects at an address by the files of a folder, or by a file.
+    """Replace the objects at an address by the files of a folder, or the object there by a file.
 
     ``config.json``, without which a model's folder is not read, is the last one.
 
     Raises:
         StorageError: The objects cannot be written.
     """
-    target.remove()
+    if folder.is_dir():
+        target.remove()
     paths = [path for path in (folder, *folder.rglob("*")) if path.is_file()]
     for path in sorted(paths, key=lambda path: path.name == CONFIG_FILE):
         name = path.relative_to(folder).as_posix()

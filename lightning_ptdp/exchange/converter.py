@@ -120,6 +120,8 @@ def kind_of_result(
             f"{source} is a {kind}, and the target {destination} is a {target_kind}: {hint}"
         )
     files.check_apart(destination, [source])
+    if target_kind not in _MARKERS and located(destination).is_dir():
+        raise CheckpointError(f"{destination} is a folder. Give the path of the file to write")
     if target_kind in _MARKERS:
         # ``torch.save`` writes zip files.
         files.check_replaceable(

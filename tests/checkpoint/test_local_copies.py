@@ -152,6 +152,32 @@ def test_single_files_and_folders_convert_between_addresses(store, tiny):
         convert("memory://store/other.ckpt", "memory://store/thesis", to="huggingface")
 
 
+def test_single_file_never_replaces_the_objects_of_a_folder(store, tiny):
+    convert(tiny, f"{MODEL}.ckpt", names="hf", prefix="")
+    runs = located("memory://store/runs.pt")
+    (runs / "a.tex").write_bytes(b"years of work")
+    with pytest.raises(CheckpointError, match=r"runs\.pt is a folder. Give the path of the file"):
+        convert(f"{MODEL}.ckpt", runs)
+    assert (runs / "a.tex").read_bytes() == b"years of work"
+
+
+def test_failed_upload_of_a_single_file_keeps_the_earlier_one(store, tiny, monkeypatch):
+    convert(tiny, f"{MODEL}.ckpt", names="hf", prefix="")
+    target = located(f"{MODEL}.pt")
+    target.write_bytes(b"earlier")
+    call = remote_path._call
+
+    def fail(url, method, *arguments, **options):
+        if method == "pipe_file":
+            raise PermissionError("read-only")
+        return call(url, method, *arguments, **options)
+
+    monkeypatch.setattr(remote_path, "_call", fail)
+    with pytest.raises(CheckpointError, match="read-only"):
+        convert(f"{MODEL}.ckpt", target)
+    assert target.read_bytes() == b"earlier"
+
+
 def test_corpus_and_prepared_folder_are_read_from_addresses(store, tmp_path):
     text = tmp_path / "text"
     text.mkdir()
