@@ -124,16 +124,19 @@ def load_history(optimizer: Optimizer, saved: Mapping[str, object]) -> None:
 def optimizer_groups(optimizer: Optimizer, names: Names) -> list[Group]:
     """Return the hyperparameters of every parameter group.
 
-    ``"params"`` holds the global names of the group's local parameters.
+    ``"params"`` holds the global names of the group's local parameters. Tensors are on the CPU,
+    because ranks compare them.
     """
     _named(optimizer, names)
-    groups = [
-        {**group, "params": [names[parameter] for parameter in group["params"]]}
-        for group in optimizer.param_groups
-    ]
-    for group in groups:
+    groups = []
+    for group in optimizer.param_groups:
+        values = {
+            key: value.cpu() if isinstance(value, torch.Tensor) else value
+            for key, value in group.items()
+        }
         # The user's names have the same content, and would differ between ranks.
-        group.pop("param_names", None)
+        values.pop("param_names", None)
+        groups.append({**values, "params": [names[parameter] for parameter in group["params"]]})
     return groups
 
 

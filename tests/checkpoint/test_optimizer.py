@@ -19,6 +19,7 @@ from lightning_ptdp.checkpoint import (
 )
 from lightning_ptdp.parameters.placement import Placement
 from tests.checkpoint.layouts import Layout, held, save
+from tests.fake_cuda import fake_cuda
 
 Parameters = dict[str, tuple[torch.nn.Parameter, Placement]]
 
@@ -198,6 +199,16 @@ def test_tensor_learning_rate_is_restored_in_place(tmp_path):
     load_optimizer(tmp_path / "c", plain, **named, groups=groups)
     assert plain.param_groups[0]["lr"] == 0.5
     assert isinstance(plain.param_groups[0]["lr"], float)
+
+
+def test_tensor_learning_rates_of_all_gpus_are_comparable():
+    """A rank would compare its own with those on the other GPUs, which are pickled with them."""
+    with fake_cuda(1):
+        named, parameter = _one(torch.ones(2))
+        optimizer = torch.optim.SGD([parameter], lr=torch.tensor(0.5).cuda())
+        (group,) = optimizer_groups(optimizer, named["names"])
+        assert optimizer.param_groups[0]["lr"].is_cuda
+        assert group["lr"].is_cpu
 
 
 def test_foreach_option_is_not_restored(tmp_path):
