@@ -107,6 +107,7 @@ class BackgroundSaver:
         assignment = assign(
             cut_strips(rectangles), doing=doing, group=self._group, known=self._assignment
         )
+        self._assignment = None  # its values would keep a previous buffer of another size
         with same_outcome(doing, self._group):
             copies = self._copies([one.values for one in assignment.rectangles])
         copied = [

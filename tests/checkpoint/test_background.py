@@ -120,6 +120,24 @@ def test_pinned_buffer_is_reused_until_shape_changes(tmp_path, monkeypatch):
         assert torch.equal(read_full(tmp_path / str(step))["a"], torch.full((4,), float(step)))
 
 
+def test_previous_buffer_is_freed_before_a_larger_one_is_allocated(tmp_path, monkeypatch):
+    saver = BackgroundSaver(limit=LIMIT)
+    references = []
+    allocate = HostCopies._allocate
+
+    def counted(copies, total, *, lock):
+        storage = copies._buffer.untyped_storage()
+        references.append(torch._C._storage_Use_Count(storage._cdata))
+        allocate(copies, total, lock=lock)
+
+    monkeypatch.setattr(HostCopies, "_allocate", counted)
+    for step, size in enumerate((3, 100)):
+        tensors = {"model/a": (torch.ones(size), Placement.replicated((size,)))}
+        saver.save(tmp_path / str(step), tensors=tensors, state={}, metadata={}, then=lambda: None)
+    saver.close()
+    assert references == [2, 2], "the buffer and its storage here"
+
+
 @pytest.mark.parametrize("answer", [0, 1])
 def test_host_copies_are_equal_with_and_without_page_locking(answer, monkeypatch):
     driver = Driver(answer)
