@@ -22,7 +22,7 @@ import shutil
 import uuid
 from pathlib import Path
 
-from lightning_ptdp.base.time_limit import locked
+from lightning_ptdp.base.time_limit import locked, one_at_a_time, wait_for_lock
 from lightning_ptdp.checkpoint import files
 from lightning_ptdp.checkpoint.latest import checkpoint_times, written_at
 from lightning_ptdp.checkpoint.remote_path import Place, is_url
@@ -31,6 +31,7 @@ from lightning_ptdp.checkpoint.save_agreement import CheckpointError
 LINK = "memory"
 _ROOT = Path("/dev/shm")
 _BACK = "link"
+_TURN_S = 10.0
 _SNAPSHOT = re.compile(r"step-(\d+)")
 
 
@@ -72,13 +73,15 @@ class MemoryFolder:
         state = os.lstat(_home())
         if state.st_uid != os.getuid() or _home().is_symlink():
             raise CheckpointError(f"{_home()} belongs to another user. Remove it")
-        for other in _home().iterdir():
-            if files.kind_of(other) == "gone" or _is_abandoned(other):
-                files.discard(other)
-        self.path.mkdir(exist_ok=True)
-        (self.path / _BACK).write_text(str(self.link), encoding="utf-8")
-        self._lock = open(self.path / _BACK, "rb")  # noqa: SIM115 - the lock lasts as long
-        locked(self._lock)
+        # Another process would take a folder without a lock for abandoned.
+        with one_at_a_time(_home(), limit_s=_TURN_S):
+            for other in _home().iterdir():
+                if files.kind_of(other) == "gone" or _is_abandoned(other):
+                    files.discard(other)
+            self.path.mkdir(exist_ok=True)
+            (self.path / _BACK).write_text(str(self.link), encoding="utf-8")
+            self._lock = open(self.path / _BACK, "rb")  # noqa: SIM115 - the lock lasts as long
+            wait_for_lock(self._lock, limit_s=_TURN_S)  # ``check_memory`` may be testing it
 
     def publish(self, snapshot: Path, *, linked: bool) -> None:
         """Make ``snapshot``, which is complete, the only one.

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import os
 import shutil
+import threading
 import time
 from datetime import timedelta
 from functools import partial
@@ -272,6 +273,28 @@ def test_snapshot_without_link_is_removed_when_its_process_has_ended(shm, tmp_pa
     MemoryFolder.new(runs).create()
     assert {path.name for path in shm.glob("*/*")} >= {running.path.name, linked.path.name}
     assert len([*shm.glob("*/*")]) == 3
+
+
+def test_folder_of_a_process_that_is_just_starting_is_not_taken_for_abandoned(
+    shm, tmp_path, monkeypatch
+):
+    """Another training looks for abandoned folders before the new one is locked."""
+    (tmp_path / "other").mkdir()
+    starting, other = MemoryFolder.new(tmp_path), MemoryFolder.new(tmp_path / "other")
+    looking = threading.Thread(target=other.create)
+    write = Path.write_text
+
+    def interrupted(path, *args, **kwargs):
+        written = write(path, *args, **kwargs)
+        if path.parent == starting.path:
+            looking.start()
+            looking.join(0.5)
+        return written
+
+    monkeypatch.setattr(Path, "write_text", interrupted)
+    starting.create()
+    looking.join()
+    assert starting.path.is_dir() and other.path.is_dir()
 
 
 def test_newer_checkpoint_on_disk_is_preferred(shm, tmp_path):
