@@ -8,7 +8,6 @@ cache."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -188,17 +187,15 @@ def _write(
         total = sum(rectangle.nbytes for rectangle in rectangles)
         num_files = max(num_files, -(-total // _OBJECT_BYTES))
     shares = [share for share in _shares(rectangles, num_files) if share]
-    names = [f"rank{rank}-{number}{DATA_SUFFIX}" for number in range(len(shares))]
-    paths = [folder / name for name in names]
-    if len(shares) < 2:
-        return list(map(write_data_file, paths, shares))
-    if isinstance(folder, RemotePath):
-        turn = Lock()  # One object is gathered while others are sent.
-        return each(
-            folder, lambda pair: write_data_file(*pair, turn), zip(paths, shares, strict=True)
-        )
-    with ThreadPoolExecutor(len(shares)) as pool:
-        return list(pool.map(write_data_file, paths, shares))
+    paths = [folder / f"rank{rank}-{number}{DATA_SUFFIX}" for number in range(len(shares))]
+    # One object is gathered while others are sent.
+    turn = Lock() if isinstance(folder, RemotePath) else None
+    return each(
+        folder,
+        lambda pair: write_data_file(*pair, turn),
+        zip(paths, shares, strict=True),
+        threads=len(shares),
+    )
 
 
 def _unseen(folder: Place, names: set[str]) -> list[str]:
@@ -246,6 +243,7 @@ def pieces_of(values: torch.Tensor) -> Iterator[memoryview]:
     if values.is_cpu and values.is_contiguous():
         yield from _cut(values)
         return
+    values = torch.atleast_1d(values)
     row_bytes = values[0].numel() * values.element_size()
     if values.is_cuda:
         for part in _staged(values, rows_at_once(row_bytes, _STAGED)):
@@ -282,7 +280,7 @@ def _staged(values: torch.Tensor, count: int) -> Iterator[torch.Tensor]:
         if pending is not None:
             event.synchronize()
         part = buffers[index % 2][: len(rows)].copy_(rows, non_blocking=True)
-        event.record()
+        event.record(torch.cuda.current_stream(values.device))
         if pending is not None:
             yield pending
         pending = part

@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
+import torch
+
 from lightning_ptdp.base.requirements import check_url
 from lightning_ptdp.base.time_limit import in_thread
 from lightning_ptdp.checkpoint.save_agreement import (
@@ -259,14 +261,25 @@ def check_address(argument: object) -> None:
             raise MissingCheckpointError(f"{place} does not exist")
 
 
-def each(place: Place, function: Callable[[S], T], items: Iterable[S]) -> list[T]:
-    """Return the results of a function; in object storage, several calls run at a time."""
-    if isinstance(place, Path):
-        return [function(item) for item in items]
+def each(
+    place: Place, function: Callable[[S], T], items: Iterable[S], *, threads: int = 1
+) -> list[T]:
+    """Return the results of a function, called in ``threads`` or, in object storage, in several."""
     listed = list(items)
-    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="storage") as pool:
+    count = min(len(listed), _AT_ONCE if isinstance(place, RemotePath) else threads)
+    if count < 2:
+        return [function(item) for item in listed]
+    # The current stream of a new thread is the default stream of the first GPU, which does not wait
+    # for the streams of the caller.
+    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+
+    def call(item: S) -> T:
+        with torch.cuda.stream(stream):
+            return function(item)
+
+    with ThreadPoolExecutor(count, thread_name_prefix="storage") as pool:
         try:
-            futures = [pool.submit(function, item) for item in listed]
+            futures = [pool.submit(call, item) for item in listed]
         except RuntimeError:  # While Python is exiting, it starts no threads.
             return [function(item) for item in listed]
         return [future.result() for future in futures]

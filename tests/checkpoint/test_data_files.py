@@ -2,6 +2,8 @@
 
 import os
 import zlib
+from contextlib import nullcontext
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -16,6 +18,7 @@ from lightning_ptdp.checkpoint.checksums import (
 )
 from lightning_ptdp.checkpoint.data_files import pieces_of, write_data_file
 from lightning_ptdp.checkpoint.local_rectangles import LocalRectangle
+from lightning_ptdp.checkpoint.remote_path import RemotePath, each
 from lightning_ptdp.checkpoint.stored_tensor import read_rectangle, rows_at_once
 from tests.checkpoint.layouts import save
 from tests.fake_cuda import fake_cuda
@@ -36,6 +39,7 @@ TENSORS = {
     "no columns": lambda: torch.zeros(5, 0),
 }
 
+_EMPTY = torch.empty
 Written = dict[str, tuple[torch.Tensor, int]]
 
 
@@ -52,6 +56,12 @@ def _opened(path):
     size = path.stat().st_size
     sums = parse_sums(path.with_suffix(".crc").read_bytes(), size=size)
     return open_summed(path, sums, size=size)
+
+
+def _pinned(*args, pin_memory, **kwargs):
+    """Return an empty tensor; only GPUs have page-locked memory."""
+    assert pin_memory
+    return _EMPTY(*args, **kwargs)
 
 
 def _bytes(tensor):
@@ -143,18 +153,33 @@ def test_failed_fsync_fails_save_and_leaves_no_files(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == []
 
 
+def test_gpu_tensor_without_dimensions_is_written():
+    """The step count of a fused or capturable optimizer is one."""
+    with fake_cuda(0), mock.patch.object(torch, "empty", _pinned):
+        assert b"".join(pieces_of(torch.tensor(7.0).cuda())) == torch.tensor(7.0).numpy().tobytes()
+
+
+def test_threads_use_the_stream_of_their_caller(monkeypatch):
+    """A copy in the default stream would not wait for the optimizer's step in another one."""
+    entered = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: "the caller's")
+    monkeypatch.setattr(torch.cuda, "stream", lambda one: nullcontext(entered.append(one)))
+    for place in (Path(), RemotePath("memory://store")):
+        assert each(place, str, range(3), threads=2) == ["0", "1", "2"]
+    assert entered == ["the caller's"] * 6
+
+
 @pytest.mark.parametrize("rows", [1, 7, 64, 65])
 def test_gpu_rows_are_staged_in_two_pinned_buffers(rows, monkeypatch):
     """Each copy is synchronized before its buffer is read. Buffers have at least 32 MiB."""
     assert data_files._STAGED >= 32 * 2**20
     monkeypatch.setattr(data_files, "_STAGED", 2 * BLOCK)
     expected = torch.arange(rows * BLOCK // 8, dtype=torch.float64).view(rows, -1)
-    empty = torch.empty
     made = []
 
-    def pinned(*args, pin_memory, **kwargs):
-        assert pin_memory
-        made.append(empty(*args, **kwargs))
+    def pinned(*args, **kwargs):
+        made.append(_pinned(*args, **kwargs))
         return made[-1]
 
     with fake_cuda(0) as waits:
