@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -269,3 +270,7 @@ class HostCopies:
             runtime, pointer = torch.cuda.cudart(), self._buffer.data_ptr()
             if int(runtime.cudaHostRegister(pointer, total, 0)) == 0:
                 self._unlock = weakref.finalize(self, runtime.cudaHostUnregister, pointer)
+            else:
+                # The next kernel raises the pending error; it must not be one of the training.
+                with contextlib.suppress(RuntimeError):
+                    torch.ones(1, device="cuda")

@@ -67,11 +67,12 @@ class OnGPU(torch.Tensor):
 class Driver:
     """Stand-in for the CUDA runtime that records locked pages by address.
 
-    ``calls`` lists the bytes of each lock, and "unlock".
+    ``calls`` lists the bytes of each lock, and "unlock". ``error`` is the pending error, which the
+    next kernel raises.
     """
 
     def __init__(self, answer: int = 0) -> None:
-        self.answer, self.calls, self.locked = answer, [], {}
+        self.answer, self.calls, self.locked, self.error = answer, [], {}, 0
 
     def runtime(self):
         return SimpleNamespace(cudaHostRegister=self._lock, cudaHostUnregister=self._unlock)
@@ -79,9 +80,15 @@ class Driver:
     def _lock(self, place, size, flags):
         assert flags == 0 and place not in self.locked
         self.calls.append(size)
+        self.error = self.answer
         if self.answer == 0:
             self.locked[place] = size
         return self.answer
+
+    def launch(self, *_, **__):
+        error, self.error = self.error, 0
+        if error:
+            raise RuntimeError("CUDA error: invalid argument")
 
     def _unlock(self, place):
         self.calls.append("unlock")
@@ -143,6 +150,7 @@ def test_host_copies_are_equal_with_and_without_page_locking(answer, monkeypatch
     driver = Driver(answer)
     monkeypatch.setattr(torch.cuda, "cudart", driver.runtime)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch, "ones", driver.launch)
     given = [
         torch.arange(6.0).view(2, 3).T,
         torch.tensor(7, dtype=torch.int64),
@@ -155,6 +163,7 @@ def test_host_copies_are_equal_with_and_without_page_locking(answer, monkeypatch
     made = copies(on_gpu(*given))
     assert all(torch.equal(copy, tensor) for copy, tensor in zip(made, given, strict=True))
     assert all(copy.is_contiguous() for copy in made)
+    assert driver.error == 0, "the next kernel would raise it"
     del copies
     assert driver.calls == [448, "unlock"][: 2 - answer]
     assert not driver.locked
