@@ -28,7 +28,7 @@ import torch.distributed as dist
 from harness import Comparison, compare, parse_options, report
 
 from lightning_ptdp.checkpoint import BackgroundSaver, load_tensors, save_checkpoint
-from lightning_ptdp.checkpoint.files import sync_folder
+from lightning_ptdp.checkpoint.files import sync
 from lightning_ptdp.parameters.placement import Placement
 from lightning_ptdp.tensor_parallel.tensor_shards import shard_columns
 
@@ -137,7 +137,7 @@ def _rank(rank: int, size: int, megabytes: int, rounds: int, folder: str, result
                     )
                 save_peer() if name == "save" and path == peer else None
             if name.startswith("save"):
-                sync_folder(Path(folder))  # nobody pays for what was removed
+                sync(Path(folder))  # nobody pays for what was removed
             dist.barrier()
             began = time.perf_counter()
             step()

@@ -127,8 +127,8 @@ class EarlySync:
         self._pool.shutdown()
 
 
-def sync_folder(path: Path) -> None:
-    """Wait until the disk has the names in a folder; a renamed file can be lost otherwise."""
+def sync(path: Path) -> None:
+    """Wait until the disk has a file, or the names in a folder; both can be lost otherwise."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -213,7 +213,7 @@ def replace(part: Path, target: Path, *, follow: Callable[[Path], object] = lamb
             follow(target)
         raise
     follow(target)
-    sync_folder(target.parent)
+    sync(target.parent)
     if aside is not None:
         remove(aside)
     for path in leftovers(target):
@@ -225,7 +225,7 @@ def replace(part: Path, target: Path, *, follow: Callable[[Path], object] = lamb
 def replacing(target: Path) -> Iterator[Path]:
     """Return a context with a temporary name, which replaces ``target`` at the end.
 
-    After an error, nothing is left of it.
+    The disk has all content before it gets its name. After an error, nothing is left of it.
 
     Raises:
         CheckpointError: The disk does not accept it.
@@ -234,6 +234,8 @@ def replacing(target: Path) -> Iterator[Path]:
     part = part_name(target)
     try:
         yield part
+        for path in (part, *part.rglob("*")):
+            sync(path)
         replace(part, target)
     except OSError as error:
         raise CheckpointError(f"writing {target} failed: {error}") from error

@@ -94,8 +94,6 @@ def _fetch(place: RemotePath, sizes: dict[str, int], part: Path) -> None:
         with open(file, "r+b") as stream:
             stream.seek(begin)
             stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
 
     each(place, fetch, pieces)
 

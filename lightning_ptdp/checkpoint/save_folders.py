@@ -211,7 +211,7 @@ class _RenamedSave:
     def commit(self, metadata: CheckpointMetadata) -> None:
         """Complete the checkpoint, and remove the earlier one."""
         write_metadata(self.part, metadata)
-        files.sync_folder(self.part)
+        files.sync(self.part)
         files.replace(self.part, self._target, follow=latest_follows(self._target))
 
     def discard(self) -> None:

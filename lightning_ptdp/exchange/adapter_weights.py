@@ -87,7 +87,6 @@ def to_adapters(
             dtype,
             metadata={"format": "pt"},
         )
-        files.sync_folder(part)
 
 
 def merge_adapters(
@@ -139,7 +138,6 @@ def merge_adapters(
         (part / files.EXPORT_MARK).touch()
         for name, content in tokenizer_files(folder).items():
             (part / name).write_bytes(content)
-        files.sync_folder(part)
 
 
 def _peft_name(name: str) -> str:

@@ -75,7 +75,6 @@ def to_huggingface(
     with files.replacing(target) as part:
         plan.create(part, described.files(items))
         plan.fill(part, map(reader.on_disk, entries))
-        files.sync_folder(part)
 
 
 def verify_export(
@@ -168,7 +167,7 @@ class FolderExport:
                 plan.fill(part, own_rectangles)
             with same_outcome(self._doing):
                 if is_rank_zero():
-                    files.sync_folder(part)
+                    files.sync(part)
                     files.replace(part, self.target)
         finally:
             if is_rank_zero():

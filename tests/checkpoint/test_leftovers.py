@@ -25,7 +25,7 @@ from lightning_ptdp.checkpoint import (
     newest_checkpoint,
     read_metadata,
 )
-from lightning_ptdp.checkpoint.files import discard, part_name
+from lightning_ptdp.checkpoint.files import discard, part_name, replacing
 from lightning_ptdp.checkpoint.write_locks import WriteLock
 from tests.checkpoint.every_step import fit_saving
 from tests.checkpoint.interruption import UNLIMITED, Killed, attempt, save, step_of
@@ -157,6 +157,25 @@ def test_other_files_named_like_leftovers_are_kept(tmp_path):
     save(tmp_path / "a.ckpt", 1)
     assert len(list(tmp_path.glob("*.tmp-*"))) == 2
     assert (tmp_path / "photos.old-ab" / "years.tex").is_file()
+
+
+def test_disk_has_all_files_before_their_folder_gets_its_name(tmp_path, monkeypatch):
+    """Other libraries write some files of an export, and do not sync them."""
+    synced = set()
+    fsync = os.fsync
+
+    def noted(handle):
+        synced.add(os.readlink(f"/proc/self/fd/{handle}"))
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    with replacing(tmp_path / "export") as part:
+        (part / "inner").mkdir(parents=True)
+        (part / "inner" / "config.json").write_text("{}")
+    assert synced >= {str(part), f"{part}/inner", f"{part}/inner/config.json"}
+    with replacing(tmp_path / "export.pt") as part:
+        part.write_bytes(b"weights")
+    assert str(part) in synced
 
 
 def test_killed_removal_leaves_no_partial_checkpoint(tmp_path):
