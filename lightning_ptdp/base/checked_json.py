@@ -25,7 +25,7 @@ class Misfit(PTDPError, ValueError):
     """A value does not fit its place.
 
     Args:
-        what: Statement about the value: ``"is 'x', not a whole number"``.
+        what: Statement about the value: ``"is 'x', not an integer"``.
         place: Path to the value: ``"tensors.w.shape[3]"``.
     """
 
@@ -36,7 +36,7 @@ class Misfit(PTDPError, ValueError):
 
 
 def integer(least: int = 0, most: int = 2**62) -> Check[int]:
-    """Return a check for a whole number."""
+    """Return a check for an integer."""
 
     def check(value: Json) -> int:
         if type(value) is not int or not least <= value <= most:

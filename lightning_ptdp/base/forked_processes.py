@@ -11,9 +11,10 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
 import torch
@@ -88,7 +89,7 @@ def run_ranks(function: Callable[[int, Tell], object], *, count: int, timeout_s:
         processes.append(process)
         pipes[receiver] = rank
     try:
-        _listen(outcome, pipes, time.monotonic() + timeout_s)
+        _listen(outcome, pipes, processes, time.monotonic() + timeout_s)
     finally:
         for process in processes:
             process.kill()
@@ -105,7 +106,12 @@ def _serve(sender: Connection, function: Callable[[int, Tell], object], rank: in
         sender.send(("error", traceback.format_exception_only(error)[0].strip().partition("\n")[0]))
 
 
-def _listen(outcome: Outcome, pipes: dict[Connection, int], deadline: float) -> None:
+def _listen(
+    outcome: Outcome,
+    pipes: dict[Connection, int],
+    processes: Sequence[BaseProcess],
+    deadline: float,
+) -> None:
     while pipes and (left := deadline - time.monotonic()) > 0:
         for pipe in wait(list(pipes), timeout=left):
             assert isinstance(pipe, Connection)
@@ -113,8 +119,9 @@ def _listen(outcome: Outcome, pipes: dict[Connection, int], deadline: float) -> 
             try:
                 kind, value = pipe.recv()
             except (EOFError, ConnectionError):
+                processes[rank].join(_ENDING_S)
                 kind = "error"
-                value = "the process died"
+                value = f"the process ended with exit code {processes[rank].exitcode}"
             if kind == "report":
                 outcome.reports[rank].append(value)
                 continue
@@ -145,30 +152,19 @@ def in_child(function: Callable[[], _Result], *, limit_s: float = _LIMIT_S) -> _
         RuntimeError: The child process ended, or gave no answer within ``limit_s``.
         Exception: The exception that ``function`` raised.
     """
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
 
-    def answer() -> None:
+    def answer(rank: int, tell: Tell) -> tuple[bool, Any]:
         try:
-            sender.send((True, function()))
+            return True, function()
         except Exception as error:
-            sender.send((False, error))
+            return False, error
 
-    child = context.Process(target=answer, daemon=True)
-    child.start()
-    sender.close()
-    try:
-        if not receiver.poll(limit_s):
-            raise RuntimeError(f"a forked helper process gave no answer for {limit_s:.0f} s")
-        succeeded, result = receiver.recv()
-    except EOFError as error:
-        child.join(_LIMIT_S)
-        raise RuntimeError(
-            f"a forked helper process ended with exit code {child.exitcode}"
-        ) from error
-    finally:
-        child.kill()
-        child.join(_LIMIT_S)
+    outcome = run_ranks(answer, count=1, timeout_s=limit_s)
+    if outcome.late:
+        raise RuntimeError(f"a forked helper process gave no answer for {limit_s:.0f} s")
+    if outcome.errors:
+        raise RuntimeError(f"a forked helper process failed: {outcome.errors[0]}")
+    succeeded, result = outcome.results[0]
     if not succeeded:
         raise result
     return result

@@ -53,7 +53,7 @@ class Replacing(TorchFunctionMode):
 
 
 class PartialModelError(PTDPError, ValueError):
-    """An operation needs values of the whole model, of which a rank holds a part."""
+    """An operation needs values of the full model, of which a rank holds a part."""
 
 
 class PartialValues(TorchFunctionMode):
@@ -82,7 +82,7 @@ class PartialValues(TorchFunctionMode):
         """Call ``func`` and check its result.
 
         Raises:
-            PartialModelError: The result is a number that requires the whole values.
+            PartialModelError: The result is a number that requires all values.
         """
         kwargs = kwargs or {}
         parts = [tensor for tensor in iterate_tensors((args, kwargs)) if tensor in self._names]
@@ -105,10 +105,12 @@ class PartialValues(TorchFunctionMode):
     ) -> None:
         names = [self._names[part] for part in parts]
         known = next((one for one in names if one in self._divided), None)
-        if known is not None and (
+        needs_all = (
             (name in PRODUCTS and len(parts) > 1)
-            or (name in _DECOMPOSITIONS or (name.startswith("linalg_") and "norm" not in name))
-        ):
+            or name in _DECOMPOSITIONS
+            or (name.startswith("linalg_") and "norm" not in name)
+        )
+        if known is not None and needs_all:
             raise self._refusal(known, name)
         first = args[0] if args else None
         if not isinstance(first, Tensor) or self._names.get(first) not in self._divided:
@@ -120,11 +122,11 @@ class PartialValues(TorchFunctionMode):
 
     def _follow(self, func: Callable[..., Any], parts: list[Tensor], result: Tensor) -> Tensor:
         """Record that ``result`` is a part too, and return the argument that it resembles."""
-        alike = next((part for part in parts if part.shape == result.shape), None)
-        if alike is None and (result.numel() == 1 or not all(part.numel() for part in parts)):
+        similar = next((part for part in parts if part.shape == result.shape), None)
+        if similar is None and (result.numel() == 1 or not all(part.numel() for part in parts)):
             raise self._refusal(self._names[parts[0]], getattr(func, "__name__", str(func)))
         self._names[result] = self._names[parts[0]]
-        return parts[0] if alike is None else alike
+        return parts[0] if similar is None else similar
 
 
 # ---- Interpretation of a call --------------------------------------------------------------------
@@ -146,7 +148,12 @@ _INDICES = frozenset(("__getitem__", "__setitem__"))
 _DECOMPOSITIONS = frozenset(("svd", "qr", "inverse", "pinverse", "cholesky"))
 PRODUCTS = frozenset(("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "einsum"))
 """Names of functions that multiply matrices."""
-_LAST_BY_DEFAULT = frozenset(("argsort", "diff", "glu", "kthvalue", "mode", "sort", "topk"))
+_DEFAULT_DIM = MappingProxyType(
+    {
+        "normalize": 1,
+        **dict.fromkeys(["argsort", "diff", "glu", "kthvalue", "mode", "sort", "topk"], -1),
+    }
+)
 
 
 def named_dims(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
@@ -157,8 +164,7 @@ def named_dims(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tup
     at = _DIM_AT.get(name)
     if at is None or not args or not isinstance(args[0], Tensor):
         return ()
-    default = 1 if name == "normalize" else -1 if name in _LAST_BY_DEFAULT else None
-    named = kwargs.get("dim", kwargs.get("dims", kwargs.get("axis", default)))
+    named = kwargs.get("dim", kwargs.get("dims", kwargs.get("axis", _DEFAULT_DIM.get(name))))
     if len(args) > at:
         named = args[at]
     dims = named if isinstance(named, tuple | list) else (named,)

@@ -136,8 +136,7 @@ def _fits(value: Any, hint: Hint) -> bool:
     if len(choices := _members(hint)) > 1:
         return any(_fits(value, choice) for choice in choices)
     if origin is Annotated:
-        least = _least(arguments)
-        return _fits(value, arguments[0]) and (least is None or value >= least)
+        return _fits(value, arguments[0]) and value >= arguments[1].value
     if origin is Literal:
         return any(isinstance(value, type(choice)) and value == choice for choice in arguments)
     if hint is int:
@@ -176,10 +175,6 @@ def _fits_container(value: Any, origin: Hint, arguments: tuple[Hint, ...]) -> bo
     return all(_fits(item, arguments[0]) for item in value)
 
 
-def _least(arguments: tuple[Hint, ...]) -> int | None:
-    return next((extra.value for extra in arguments if isinstance(extra, Least)), None)
-
-
 def _members(hint: Hint) -> tuple[Hint, ...]:
     """Return the members of a union; any other annotation is its own member."""
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
@@ -192,10 +187,8 @@ def _words(hint: Hint) -> str:
     if len(choices := _members(hint)) > 1:
         return ", or ".join(map(_words, choices))
     if origin is Annotated:
-        least = _least(arguments)
-        return {None: _words(arguments[0]), 1: "a positive integer"}.get(
-            least, f"an integer of at least {least}"
-        )
+        least = arguments[1].value
+        return "a positive integer" if least == 1 else f"an integer of at least {least}"
     if origin is Literal:
         if len(arguments) > 1:
             return f"one of {', '.join(map(repr, arguments))}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import sys
 from collections.abc import Callable, Sequence
@@ -182,18 +181,14 @@ def check_at_import() -> None:
         check_core()
 
 
-def check_url(path: object) -> None:
+def check_url(url: str) -> None:
     """Check that fsspec has the library for a URL such as ``s3://bucket/last.ckpt``.
-
-    Any other ``path`` needs no library.
 
     Raises:
         RequirementError: The library is missing, or there is none for such URLs.
     """
-    protocol, separator, _ = (
-        os.fspath(path).partition("://") if isinstance(path, str | os.PathLike) else ("", "", "")
-    )
-    if not separator or protocol in _WITHOUT_FSSPEC:
+    protocol = url.partition("://")[0]
+    if protocol in _WITHOUT_FSSPEC:
         return
     try:
         import_module("fsspec").get_filesystem_class(protocol.rpartition("::")[2])
@@ -202,18 +197,18 @@ def check_url(path: object) -> None:
         package = name.partition(".")[0]
         extras = [f"'{DISTRIBUTION}[{one.extra}]'" for one in _declared() if one.name == package]
         raise RequirementError(
-            f"{path} needs {name}, which is not installed. Run: pip install "
+            f"{url} needs {name}, which is not installed. Run: pip install "
             f"{next(iter(extras), package)}",
             name=name,
         ) from error
     except ValueError as error:
         raise RequirementError(
-            f"{path}: fsspec does not support URLs with the protocol {protocol}://. Copy the "
+            f"{url}: fsspec does not support URLs with the protocol {protocol}://. Copy the "
             "file, and give the path of the copy"
         ) from error
 
 
-_WITHOUT_FSSPEC = ("file", "http", "https")
+_WITHOUT_FSSPEC = ("http", "https")
 """Protocols that Lightning reads by itself."""
 
 

@@ -74,8 +74,7 @@ class HeldSignal:
         received: Whether it has arrived.
     """
 
-    def __init__(self) -> None:
-        self.received = False
+    received = False
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         self.received = True

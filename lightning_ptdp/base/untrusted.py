@@ -17,7 +17,7 @@ from typing import Any
 MOST_BYTES = 1 << 24
 MOST_SETTINGS = 1 << 17
 """Values of a configuration; some programs take quadratic time in their number."""
-_MOST_BESIDE = 1 << 27  # bytes of a tokenizer's file; the largest vocabularies take a quarter of it
+_MOST_TOKENIZER = 1 << 27  # bytes of a file; the largest vocabularies take a quarter of it
 # Empty lists take 64 bytes each; the index of a large model has half as many values.
 _MOST_VALUES = 1 << 21
 _MOST_DEPTH = 64
@@ -110,7 +110,7 @@ def small_files(folder: str | Path, patterns: Iterable[str]) -> list[Path]:
         {path for pattern in patterns for path in Path(folder).glob(pattern) if not path.is_dir()}
     )
     for path in paths:
-        _check_size(path, _MOST_BESIDE, linked)
+        _check_size(path, _MOST_TOKENIZER, linked)
     return paths
 
 
@@ -189,7 +189,9 @@ def _is_relative(name: str) -> bool:
 
 
 def _entries(value: Any) -> Any:
-    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
 
 
 def _short(value: object) -> str:

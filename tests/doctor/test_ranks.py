@@ -38,7 +38,7 @@ def meet_without(rank, tell, absent, how):
             "hangs",
             "rank 1 hangs in the start; rank 0 is waiting in the meeting; rank 2 is waiting in the meeting",
         ),
-        ("dies", "rank 1 failed in the start: the process died"),
+        ("dies", "rank 1 failed in the start: the process ended with exit code 3"),
         ("raises", "rank 1 failed in the start: ValueError: no"),
     ],
 )
