@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from turns import ENOUGH, BareLoop, Contestant, Same, TrainerLoop
 
 from lightning_ptdp import ParallelPlan, PTDPStrategy
-from lightning_ptdp.exchange.known_models import model_of_hyper_parameters
+from lightning_ptdp.exchange.native_models import model_of_hyper_parameters
 from lightning_ptdp.models import AdamWConfig, BertConfig, LitBert, LitGPT
 from lightning_ptdp.models.gpt import Block, gpt_plan
 

@@ -20,13 +20,13 @@ every rank.
 
 from lightning_ptdp.checkpoint.background import BackgroundSaver
 from lightning_ptdp.checkpoint.files import local_path
+from lightning_ptdp.checkpoint.index import verify_checkpoint
 from lightning_ptdp.checkpoint.latest import (
     OnDamage,
     choose_checkpoint,
     complete_checkpoints,
     mark_latest,
 )
-from lightning_ptdp.checkpoint.load import InMemory, Stored, load_tensors
 from lightning_ptdp.checkpoint.local_rectangles import LocalRectangle, rectangles_of
 from lightning_ptdp.checkpoint.memory_folders import newest_checkpoint
 from lightning_ptdp.checkpoint.metadata import (
@@ -45,7 +45,7 @@ from lightning_ptdp.checkpoint.optimizer import (
     optimizer_history,
     optimizer_tensors,
 )
-from lightning_ptdp.checkpoint.reader import TensorReader, verify_checkpoint
+from lightning_ptdp.checkpoint.reader import InMemory, Stored, TensorReader, load_tensors
 from lightning_ptdp.checkpoint.save import reshard_checkpoint, save_checkpoint, write_checkpoint
 from lightning_ptdp.checkpoint.save_agreement import (
     CheckpointError,

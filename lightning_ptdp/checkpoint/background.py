@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import threading
 import weakref
@@ -26,7 +25,7 @@ from lightning_ptdp.base.time_limit import in_thread
 from lightning_ptdp.checkpoint import files
 from lightning_ptdp.checkpoint.data_files import Assignment, assign
 from lightning_ptdp.checkpoint.local_rectangles import Tensors, cut_strips, rectangles_of
-from lightning_ptdp.checkpoint.remote_path import Place
+from lightning_ptdp.checkpoint.remote_path import PathLike, Place
 from lightning_ptdp.checkpoint.save import checked_content, save_rectangles, state_rectangles
 from lightning_ptdp.checkpoint.save_agreement import CheckpointError, has_groups, same_outcome
 from lightning_ptdp.checkpoint.save_folders import SaveFolders
@@ -47,7 +46,7 @@ class BackgroundSaver:
 
     Args:
         limit: Limit of every wait for another rank; a save must end within twice this time.
-        keeper: Record of the run's checkpoint folders; None: a new record.
+        folders: Record of the run's checkpoint folders; None: a new record.
         group: gloo group of the ranks that write one checkpoint together, used by nothing else;
             None: a new group of all ranks.
     """
@@ -56,10 +55,10 @@ class BackgroundSaver:
         self,
         *,
         limit: timedelta,
-        keeper: SaveFolders | None = None,
+        folders: SaveFolders | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self._limit, self._keeper = limit, keeper or SaveFolders()
+        self._limit, self._folders = limit, folders or SaveFolders()
         self._group: Any = group
         if group is None and has_groups():
             self._group = dist.new_group(backend="gloo", timeout=limit)
@@ -75,7 +74,7 @@ class BackgroundSaver:
 
     def save(
         self,
-        path: str | os.PathLike[str],
+        path: PathLike,
         *,
         tensors: Tensors,
         state: dict[str, Any],
@@ -139,7 +138,7 @@ class BackgroundSaver:
 
         Raises:
             CheckpointError: The save failed, or did not end within the limit. The previous
-                checkpoint is whole.
+                checkpoint is complete.
             RuntimeError: Another rank was lost meanwhile (the error of torch's communication).
         """
         # The limit is doubled, because the thread began its own waits for other ranks later than
@@ -203,7 +202,7 @@ class BackgroundSaver:
                 assignment=assignment,
                 content=content,
                 metadata=metadata,
-                keeper=self._keeper,
+                folders=self._folders,
                 group=self._group,
             )
             while action := self._next():

@@ -17,6 +17,7 @@ import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from typing import IO, Any
 
 import numpy as np
@@ -132,16 +133,17 @@ class FetchedRanges:
         return len(content)
 
 
+@dataclass
 class RawFile:
     """An open file that is read in parts.
 
-    Args:
+    Attributes:
         preadv: Reads bytes from a position into the first buffer, and returns their number.
         path: The file.
     """
 
-    def __init__(self, preadv: PReadV, path: Place) -> None:
-        self.path, self._preadv = path, preadv
+    preadv: PReadV
+    path: Place
 
     def read(self, start: int, stop: int, into: memoryview) -> None:
         """Read the bytes [start, stop) into memory of that size.
@@ -151,7 +153,7 @@ class RawFile:
         """
         at = start
         while at < stop:
-            count = self._preadv([into[at - start :]], at)
+            count = self.preadv([into[at - start :]], at)
             if not count:
                 raise CheckpointError(
                     f"{self.path} is damaged: it ends at byte {at} instead of {stop} or later"
@@ -159,6 +161,7 @@ class RawFile:
             at += count
 
 
+@dataclass
 class SummedFile(RawFile):
     """A data file that returns only checked bytes.
 
@@ -166,13 +169,14 @@ class SummedFile(RawFile):
     the processor's cache.
 
     Attributes:
-        path: The file.
+        sums: Checksums of its blocks.
         size: Size of the file in bytes.
     """
 
-    def __init__(self, preadv: PReadV, path: Place, sums: Sums, size: int) -> None:
-        super().__init__(preadv, path)
-        self._sums, self.size = sums, size
+    sums: Sums
+    size: int
+
+    def __post_init__(self) -> None:
         self._scratch = np.empty(0, dtype=np.uint8)
 
     def read(self, start: int, stop: int, into: memoryview) -> None:
@@ -182,20 +186,17 @@ class SummedFile(RawFile):
             CheckpointError: The file is damaged in this range, or too short. The message names the
                 file and the first damaged block.
         """
-        if not 0 <= start <= stop <= self.size:
-            raise CheckpointError(
-                f"{self.path} is damaged: it should contain bytes {start} to {stop}, but it "
-                f"has {self.size}"
-            )
-        begin, end = start // BLOCK * BLOCK, min(-(-stop // BLOCK) * BLOCK, self.size)
-        content, is_part = into, (begin, end) != (start, stop)
+        assert 0 <= start <= stop <= self.size
+        begin, end = _blocks_of(start, stop, self.size)
+        content = into
+        is_part = (begin, end) != (start, stop)
         if is_part:
             if len(self._scratch) < end - begin:
                 self._scratch = np.empty(end - begin, dtype=np.uint8)
             content = self._scratch.data[: end - begin]
         super().read(begin, end, content)
         for at in range(begin, end, BLOCK):
-            if zlib_ng.crc32(content[at - begin : at - begin + BLOCK]) != self._sums[at // BLOCK]:
+            if zlib_ng.crc32(content[at - begin : at - begin + BLOCK]) != self.sums[at // BLOCK]:
                 raise CheckpointError(
                     f"{self.path} is damaged: the CRC-32 of bytes {at} to "
                     f"{min(at + BLOCK, self.size)} differs from the stored one"
@@ -215,6 +216,11 @@ class SummedFile(RawFile):
             self.read(start, stop, piece[: stop - start])
 
 
+def _blocks_of(start: int, stop: int, size: int) -> tuple[int, int]:
+    """Return the range of the blocks with the bytes [start, stop) of a file of ``size`` bytes."""
+    return start // BLOCK * BLOCK, min(-(-stop // BLOCK) * BLOCK, size)
+
+
 @contextmanager
 def open_summed(
     path: Place, sums: Sums, *, size: int, ranges: Iterable[tuple[int, int]] = ()
@@ -224,9 +230,7 @@ def open_summed(
     From object storage, only the blocks with the bytes ``ranges`` can be read.
     """
     if isinstance(path, RemotePath):
-        blocks = (
-            (start // BLOCK * BLOCK, min(-(-stop // BLOCK) * BLOCK, size)) for start, stop in ranges
-        )
+        blocks = (_blocks_of(start, stop, size) for start, stop in ranges)
         yield SummedFile(FetchedRanges(path, blocks).preadv, path, sums, size)
         return
     with open(path, "rb", buffering=0) as stream:

@@ -19,10 +19,14 @@ import torch.distributed as dist
 
 from lightning_ptdp.checkpoint.checksums import BLOCK, DATA_SUFFIX, SUMS_SUFFIX, summing
 from lightning_ptdp.checkpoint.index import StoredRectangle
-from lightning_ptdp.checkpoint.local_rectangles import Held, LocalRectangle, check_held, share_out
+from lightning_ptdp.checkpoint.local_rectangles import (
+    Held,
+    LocalRectangle,
+    check_held,
+    choose_writers,
+)
 from lightning_ptdp.checkpoint.metadata import FileEntry, TensorEntry, write_small
 from lightning_ptdp.checkpoint.remote_path import Place, RemotePath, each
-from lightning_ptdp.checkpoint.safetensors_file import header_of, is_storable
 from lightning_ptdp.checkpoint.save_agreement import (
     CheckpointError,
     gather,
@@ -31,6 +35,7 @@ from lightning_ptdp.checkpoint.save_agreement import (
     same_outcome,
 )
 from lightning_ptdp.checkpoint.stored_tensor import PIECE, as_bytes, rows_at_once
+from lightning_ptdp.checkpoint.tensor_files import header_of, is_storable
 
 # In larger files, a header that fills whole blocks is negligible.
 _ALIGNED_BYTES = 1 << 20
@@ -86,7 +91,7 @@ def assign(
         known: Result of an earlier call. It is reused if the rectangles of all ranks are unchanged.
 
     Raises:
-        CheckpointError: On every rank: the ranks' rectangles are not the whole tensors.
+        CheckpointError: On every rank: the ranks' rectangles are not the full tensors.
     """
     with same_outcome(doing, group):
         local = {(rectangle.name, rectangle.place): rectangle for rectangle in rectangles}
@@ -96,7 +101,7 @@ def assign(
     held = gather(own, group)
     with same_outcome(doing, group):
         tensors = check_held(held, "to save")
-        share = share_out(held)[own_rank(group)]
+        share = choose_writers(held)[own_rank(group)]
     return Assignment(
         rectangles=[local[key] for key in local if key in share], tensors=tensors, held=own
     )

@@ -10,12 +10,15 @@ import re
 import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import IO
 
-from lightning_ptdp.checkpoint.remote_path import Place, RemotePath, is_url, located
+from lightning_ptdp.base.time_limit import in_thread
+from lightning_ptdp.checkpoint.remote_path import PathLike, Place, RemotePath, is_url, located
 from lightning_ptdp.checkpoint.save_agreement import CheckpointError
 
 EXPORT_MARK = ".lightning-ptdp"
@@ -32,7 +35,7 @@ SAVE_NAME = re.compile(r"save-([0-9a-f]{8})-[0-9a-f]+")
 """Folder of one save's files in object storage; the first number is its time in seconds."""
 
 
-def local_path(path: str | os.PathLike[str]) -> str:
+def local_path(path: PathLike) -> str:
     """Return a path, which may be given as ``file:///…``.
 
     Raises:
@@ -47,7 +50,7 @@ def local_path(path: str | os.PathLike[str]) -> str:
     )
 
 
-def absolute(path: str | os.PathLike[str]) -> Place:
+def absolute(path: PathLike) -> Place:
     """Return the place of a path or an address, independent of the working directory."""
     place = located(path)
     return Path(os.path.abspath(place)) if isinstance(place, Path) else place
@@ -82,18 +85,17 @@ def open_synced(path: Place, size: int = 0) -> Iterator[IO[bytes]]:
         os.fsync(stream.fileno())
 
 
+@dataclass
 class EarlySync:
     """Background sync of a large file during writing, which shortens the sync at its end.
 
-    Args:
+    Attributes:
         stream: The file.
     """
 
-    def __init__(self, stream: IO[bytes]) -> None:
-        self._stream, self._synced = stream, 0
-        # The pool starts its thread at the first sync.
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="sync")
-        self._running: Future[None] | None = None
+    stream: IO[bytes]
+    _synced: int = 0
+    _running: Future[None] | None = None
 
     def reached(self, position: int) -> None:
         """Report that the file has ``position`` bytes.
@@ -103,14 +105,12 @@ class EarlySync:
         """
         if (
             position - self._synced < _SYNC_BYTES
-            or isinstance(self._stream, io.BytesIO)
+            or isinstance(self.stream, io.BytesIO)
             or (self._running is not None and not self._running.done())
         ):
             return
         self.wait()
-        # While Python is exiting, it starts no threads; the final sync then does all the work.
-        with contextlib.suppress(RuntimeError):
-            self._running = self._pool.submit(os.fsync, self._stream.fileno())
+        self._running = in_thread(partial(os.fsync, self.stream.fileno()), name="sync")
         self._synced = position
 
     def wait(self) -> None:
@@ -123,8 +123,9 @@ class EarlySync:
             self._running.result()
 
     def close(self) -> None:
-        """Wait for the current sync, ignore its result, and end the thread."""
-        self._pool.shutdown()
+        """Wait for the current sync, and ignore its result."""
+        if self._running is not None:
+            self._running.exception()
 
 
 def sync(path: Path) -> None:
@@ -171,14 +172,14 @@ def kind_of(path: Path) -> str:
     """Return the kind of a temporary name, or "" for any other name.
 
     The kinds are "tmp" for content that is being written, "old" for content that is being replaced,
-    and "gone" for content that is being removed, even if it is still whole.
+    and "gone" for content that is being removed, even if it is still complete.
     """
     match = _TEMPORARY.fullmatch(path.name)
     return match[2] if match is not None else ""
 
 
 def settled(path: Path) -> Path:
-    """Return ``path``, or its present name if it was a temporary name."""
+    """Return ``path``, or its current name if it was a temporary name."""
     target = leftover_of(path)
     return path if target is None or path.exists() else target
 
@@ -186,14 +187,14 @@ def settled(path: Path) -> Path:
 def replace(part: Path, target: Path, *, follow: Callable[[Path], object] = lambda _: None) -> None:
     """Replace ``target`` by ``part``; the old content is moved aside first and removed last.
 
-    A crash at any point leaves the old or the new content whole: under its name or, between the two
-    renames, beside it.
+    A crash at any point leaves the old or the new content complete: under its name or, between the
+    two renames, next to it.
 
     Args:
         part: Temporary name of the complete content.
         target: The final name.
-        follow: Function that is called with the path of one whole content before the other one is
-            renamed, so that a link that is moved to this path is always valid.
+        follow: Function that is called with the path of one complete content before the other one
+            is renamed, so that a link that is moved to this path is always valid.
     """
     aside = part_name(target, _OLD) if os.path.lexists(target) else None
     try:
@@ -281,7 +282,7 @@ def remove(path: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def check_replaceable(path: str | os.PathLike[str], *, marker: str, or_file: bool = False) -> None:
+def check_replaceable(path: PathLike, *, marker: str, or_file: bool = False) -> None:
     """Check that a folder to replace is a checkpoint or export; files need ``or_file``.
 
     Raises:
@@ -299,9 +300,7 @@ def check_replaceable(path: str | os.PathLike[str], *, marker: str, or_file: boo
         )
 
 
-def check_apart(
-    target: str | os.PathLike[str], read: Iterable[str | os.PathLike[str]], *, what: str = ""
-) -> None:
+def check_apart(target: PathLike, read: Iterable[PathLike], *, what: str = "") -> None:
     """Check that the path to write is not, contains or is inside a path that is read.
 
     Links are followed.
@@ -325,7 +324,7 @@ def check_apart(
             )
 
 
-def _real(path: str | os.PathLike[str]) -> PurePosixPath:
+def _real(path: PathLike) -> PurePosixPath:
     return PurePosixPath(path if is_url(path) else os.path.realpath(path))
 
 

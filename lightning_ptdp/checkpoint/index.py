@@ -1,4 +1,4 @@
-"""``index.json``: file and position of every rectangle of every tensor."""
+"""``index.json``: file and position of every rectangle; and verification of every byte."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from lightning_ptdp.base.checked_json import (
     FILE_NAME,
@@ -21,15 +22,17 @@ from lightning_ptdp.base.checked_json import (
     text,
 )
 from lightning_ptdp.base.untrusted import parse_json
+from lightning_ptdp.checkpoint.checksums import open_summed
 from lightning_ptdp.checkpoint.local_rectangles import check_cover
 from lightning_ptdp.checkpoint.metadata import (
     INDEX_FILE,
     CheckpointMetadata,
-    TensorEntry,
+    read_metadata,
+    read_sums,
     read_verified,
 )
-from lightning_ptdp.checkpoint.remote_path import Place
-from lightning_ptdp.checkpoint.save_agreement import CheckpointError, reading
+from lightning_ptdp.checkpoint.remote_path import PathLike, Place, each, located
+from lightning_ptdp.checkpoint.save_agreement import CheckpointError, StorageError, reading
 from lightning_ptdp.parameters.rectangle import Rectangle
 
 _FORMAT = "lightning-ptdp index"
@@ -113,12 +116,7 @@ class Index:
         Raises:
             CheckpointError: The index is damaged.
         """
-        try:
-            return self._checked(self._metadata.tensors[name], self._tensors[name])
-        except Misfit as error:
-            raise CheckpointError(f"{self._file} is damaged: {name!r}: {error}") from error
-
-    def _checked(self, entry: TensorEntry, value: Json) -> tuple[StoredRectangle, ...]:
+        entry = self._metadata.tensors[name]
         sizes: Check[tuple[int, ...]] = list_of(integer())
         fields: tuple[Check[Json], ...] = (
             integer(most=len(self._files) - 1),
@@ -141,15 +139,14 @@ class Index:
                     f"is {list(shape)} at {list(offset)}, which is outside the tensor of shape "
                     f"{list(entry.shape)}"
                 )
-            name = self._files[file]
-            if begin + math.prod(shape) * entry.dtype.itemsize > self._metadata.files[name].size:
-                raise Misfit(
-                    f"would reach beyond the end of {name}, which has "
-                    f"{self._metadata.files[name].size} bytes"
-                )
-            return StoredRectangle(file=name, begin=begin, place=Rectangle.at(offset, shape))
+            file_name = self._files[file]
+            size = self._metadata.files[file_name].size
+            if begin + math.prod(shape) * entry.dtype.itemsize > size:
+                raise Misfit(f"would reach beyond the end of {file_name}, which has {size} bytes")
+            return StoredRectangle(file=file_name, begin=begin, place=Rectangle.at(offset, shape))
 
-        return list_of(check)(value)
+        with reading(self._file, f"is damaged: {name!r}"):
+            return list_of(check)(self._tensors[name])
 
 
 def encode_index(tensors: Mapping[str, Sequence[StoredRectangle]]) -> bytes:
@@ -177,3 +174,51 @@ _FIELDS = record(
     files=list_of(text(FILE_NAME, "the name of a file in this folder")),
     tensors=map_of(lambda value: value),
 )
+
+
+# ---- Verification of every byte of a checkpoint --------------------------------------------------
+
+
+def verify_checkpoint(
+    path: PathLike, *, part: int = 0, parts: int = 1, fetches: bool = True
+) -> CheckpointMetadata:
+    """Read all of a checkpoint, and compare it with its checksums; not collective.
+
+    Args:
+        path: The checkpoint folder.
+        part: Number of the share of the tensor files to read here; every rank may read one share.
+        parts: Number of shares. The small files are always read.
+        fetches: Whether data files in object storage are read too. They are compared with their
+            checksums again whenever tensors are read.
+
+    Returns:
+        The checkpoint's metadata.
+
+    Raises:
+        CheckpointError: Files are missing or damaged. The message names all of them.
+    """
+    metadata = read_metadata(path)
+    folder = metadata.folder_in(located(path))
+    data = [name for name, entry in sorted(metadata.files.items()) if entry.sha256 is None]
+
+    def error_of(name: str) -> str:
+        try:
+            if name not in data:
+                read_verified(folder, metadata, name)
+                return ""
+            sums, size = read_sums(folder, metadata, name), metadata.files[name].size
+            with open_summed(folder / name, sums, size=size, ranges=[(0, size)]) as file:
+                file.check()
+        except StorageError:
+            raise
+        except (CheckpointError, OSError) as error:
+            return str(error)
+        return ""
+
+    own_data = data[part::parts] if fetches or isinstance(folder, Path) else []
+    names = [*(metadata.files.keys() - set(data)), *own_data]
+    errors = dict.fromkeys(filter(None, each(folder, error_of, names)))
+    if errors:
+        raise CheckpointError("; ".join(errors))
+    Index(folder, metadata).check()
+    return metadata

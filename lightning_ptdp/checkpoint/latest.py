@@ -2,8 +2,8 @@
 
 ``latest`` is a link beside the checkpoints. It is moved atomically when a checkpoint is complete,
 and leads to a complete one at every instant, even while its checkpoint is being replaced or
-removed. The link is only a convenience. The folders with a whole ``metadata.json``, and the times
-in these files, decide which checkpoint is the newest.
+removed. The link is only a convenience. The folders with an undamaged ``metadata.json``, and the
+times in these files, decide which checkpoint is the newest.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from lightning_ptdp.checkpoint import files
+from lightning_ptdp.checkpoint.index import verify_checkpoint
 from lightning_ptdp.checkpoint.metadata import METADATA_FILE, read_metadata, stated_metadata
-from lightning_ptdp.checkpoint.reader import verify_checkpoint
-from lightning_ptdp.checkpoint.remote_path import Place, RemotePath, each, located
+from lightning_ptdp.checkpoint.remote_path import PathLike, Place, RemotePath, each, located
 from lightning_ptdp.checkpoint.save_agreement import (
     CheckpointError,
     MissingCheckpointError,
@@ -46,7 +46,7 @@ def mark_latest(checkpoint: Place) -> None:
         for leftover in link.parent.glob(f".{LATEST}-*"):
             files.remove(leftover)
     except OSError as error:
-        # Some file systems do not support links. The checkpoint itself is whole.
+        # Some file systems do not support links. The checkpoint itself is complete.
         warnings.warn(
             f"{link} cannot be created ({error}). To resume, use "
             f"newest_checkpoint({str(link.parent)!r})",
@@ -108,7 +108,7 @@ def is_dangling(folder: Path) -> bool:
 def written_at(path: Place) -> float | None:
     """Return the time at which a checkpoint was written, in seconds since 1970.
 
-    None means that its metadata is not whole.
+    None means that its metadata is damaged or missing.
 
     Raises:
         StorageError: Object storage failed.
@@ -121,10 +121,10 @@ def written_at(path: Place) -> float | None:
         return None
 
 
-def complete_checkpoints(folder: str | os.PathLike[str], *, recursive: bool = False) -> list[Place]:
+def complete_checkpoints(folder: PathLike, *, recursive: bool = False) -> list[Place]:
     """Return the complete checkpoints in a folder, the newest first.
 
-    A checkpoint is complete if its metadata is whole and its files exist. A complete checkpoint
+    A checkpoint is complete if its metadata is undamaged and its files exist. A complete checkpoint
     under the temporary name of an interrupted save counts too, because between two renames it may
     be the only one.
 
@@ -136,9 +136,7 @@ def complete_checkpoints(folder: str | os.PathLike[str], *, recursive: bool = Fa
     return sorted(times, key=lambda path: times[path], reverse=True)
 
 
-def checkpoint_times(
-    folder: str | os.PathLike[str], *, recursive: bool = False
-) -> dict[Place, float]:
+def checkpoint_times(folder: PathLike, *, recursive: bool = False) -> dict[Place, float]:
     """Return when each complete checkpoint was written; see :func:`complete_checkpoints`."""
     times: dict[Place, float] = {}
     root = located(folder)
@@ -164,7 +162,7 @@ def checkpoint_times(
 
 
 def choose_checkpoint(
-    path: str | os.PathLike[str],
+    path: PathLike,
     *,
     on_damage: OnDamage = "previous",
     verify: Callable[[Place], object] = verify_checkpoint,
@@ -174,41 +172,47 @@ def choose_checkpoint(
     Args:
         path: A checkpoint, the ``latest`` beside checkpoints, or a folder of checkpoints, which
             means its newest one.
-        on_damage: Action for a damaged checkpoint. "previous": use the newest whole checkpoint in
+        on_damage: Action for a damaged checkpoint. "previous": use the newest undamaged one in
             the same folder that was written before it, with a warning. "refuse": raise an error.
         verify: Function that raises a CheckpointError if a checkpoint is damaged.
 
     Raises:
         CheckpointError: The checkpoint is damaged, and ``on_damage`` is "refuse" or no older one is
-            whole. A MissingCheckpointError if the checkpoint does not exist, a StorageError if
+            undamaged. A MissingCheckpointError if the checkpoint does not exist, a StorageError if
             object storage failed.
     """
     if on_damage not in get_args(OnDamage):
         raise CheckpointError(f"on_damage={on_damage!r} must be one of {list(get_args(OnDamage))}")
     first, find_older = _candidates(files.absolute(path))
-    try:
-        verify(first)
+    reason = _damage(first, verify)
+    if not reason:
         return first
-    except StorageError:
-        raise
-    except CheckpointError as error:
-        reason = str(error)
     older = find_older()
     error_type = CheckpointError if first.exists() else MissingCheckpointError
     if on_damage == "refuse":
         raise error_type(reason + (f". The previous one is {older[0]}" if older else ""))
     for candidate in older:
-        try:
-            verify(candidate)
-        except StorageError:
-            raise
-        except CheckpointError:
-            continue
-        warnings.warn(
-            f"{reason}. Training resumes from the previous one, {candidate}", stacklevel=2
-        )
-        return candidate
+        if not _damage(candidate, verify):
+            warnings.warn(
+                f"{reason}. Training resumes from the previous one, {candidate}", stacklevel=2
+            )
+            return candidate
     raise error_type(reason)
+
+
+def _damage(checkpoint: Place, verify: Callable[[Place], object]) -> str:
+    """Return why a checkpoint cannot be used; "" if it is undamaged.
+
+    Raises:
+        StorageError: Object storage failed.
+    """
+    try:
+        verify(checkpoint)
+    except StorageError:
+        raise
+    except CheckpointError as error:
+        return str(error)
+    return ""
 
 
 def _candidates(path: Place) -> tuple[Place, Callable[[], list[Place]]]:

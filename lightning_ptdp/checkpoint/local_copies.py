@@ -11,7 +11,6 @@ therefore fetched again. A copy appears under its name complete or not at all.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from fnmatch import fnmatch
 from pathlib import Path
@@ -19,7 +18,7 @@ from pathlib import Path
 from lightning_ptdp.base.time_limit import one_at_a_time
 from lightning_ptdp.base.untrusted import inside
 from lightning_ptdp.checkpoint import files
-from lightning_ptdp.checkpoint.remote_path import Place, RemotePath, each, located
+from lightning_ptdp.checkpoint.remote_path import PathLike, Place, RemotePath, each, located
 from lightning_ptdp.checkpoint.save_agreement import (
     CheckpointError,
     MissingCheckpointError,
@@ -34,7 +33,7 @@ _PIECE = 16 << 20  # bytes of one request
 _LIMIT_S = 3600.0  # of the wait for another process that fetches
 
 
-def readable(path: str | os.PathLike[str]) -> Place:
+def readable(path: PathLike) -> Place:
     """Return the place of a path; of a model's folder or a file at an address, a local copy."""
     place = located(path)
     is_copied = isinstance(place, RemotePath) and (
@@ -43,7 +42,7 @@ def readable(path: str | os.PathLike[str]) -> Place:
     return local_copy(place, MODEL_FILES) if is_copied else place
 
 
-def local_copy(path: str | os.PathLike[str], patterns: Iterable[str] = ("*",)) -> Path:
+def local_copy(path: PathLike, patterns: Iterable[str] = ("*",)) -> Path:
     """Return a path, or the copy of the object or of the objects below an address.
 
     Args:

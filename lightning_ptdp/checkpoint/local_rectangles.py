@@ -13,7 +13,7 @@ import torch
 
 from lightning_ptdp.checkpoint.metadata import TensorEntry
 from lightning_ptdp.checkpoint.save_agreement import CheckpointError
-from lightning_ptdp.parameters.placement import Placement
+from lightning_ptdp.parameters.placement import Placement, Shape
 from lightning_ptdp.parameters.rectangle import Rectangle
 
 Tensors = Mapping[str, tuple[torch.Tensor, Placement]]
@@ -36,14 +36,14 @@ class LocalRectangle:
     """
 
     name: str
-    full_shape: tuple[int, ...]
-    offset: tuple[int, ...]
+    full_shape: Shape
+    offset: Shape
     values: torch.Tensor
-    read: Callable[[tuple[int, ...], tuple[int, ...]], torch.Tensor] | None = None
+    read: Callable[[Shape, Shape], torch.Tensor] | None = None
 
     @classmethod
-    def whole(cls, name: str, values: torch.Tensor) -> LocalRectangle:
-        """Return the rectangle of a whole tensor."""
+    def full(cls, name: str, values: torch.Tensor) -> LocalRectangle:
+        """Return the rectangle of a full tensor."""
         return cls(
             name=name, full_shape=tuple(values.shape), offset=(0,) * values.dim(), values=values
         )
@@ -65,7 +65,7 @@ class LocalRectangle:
         )
 
     def pieces(self, nbytes: int) -> Iterator[LocalRectangle]:
-        """Yield the rectangle in pieces of whole rows, each of about ``nbytes``."""
+        """Yield the rectangle in pieces of full rows, each of about ``nbytes``."""
         if not self.offset or self.nbytes <= nbytes:
             yield self
             return
@@ -213,7 +213,7 @@ def _make_up(full: Rectangle, parts: Sequence[Rectangle]) -> bool:
     ]
     if len(cut) > _MOST_CUT:
         return False
-    corners: Counter[tuple[int, ...]] = Counter()
+    corners: Counter[Shape] = Counter()
     for rectangle, sign in [*((part, 1) for part in parts), *([(full, -1)] if full.numel else [])]:
         for ends in product((0, 1), repeat=len(cut)):
             corners[tuple(rectangle[end][dim] for end, dim in zip(ends, cut, strict=True))] += (
@@ -276,7 +276,7 @@ def check_held(ranks: Sequence[Iterable[Held]], doing: str) -> dict[str, TensorE
     return {name: entry for name, (entry, _) in first_seen.items()}
 
 
-def share_out(ranks: Sequence[Iterable[Held]]) -> list[set[tuple[str, Rectangle]]]:
+def choose_writers(ranks: Sequence[Iterable[Held]]) -> list[set[tuple[str, Rectangle]]]:
     """Return for each rank the rectangles that it writes, by name and position.
 
     One of the ranks that hold a rectangle writes it, and all ranks write about the same amount. The

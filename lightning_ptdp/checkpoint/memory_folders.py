@@ -20,12 +20,13 @@ import os
 import re
 import shutil
 import uuid
+from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_ptdp.base.time_limit import locked, one_at_a_time, wait_for_lock
 from lightning_ptdp.checkpoint import files
 from lightning_ptdp.checkpoint.latest import checkpoint_times, written_at
-from lightning_ptdp.checkpoint.remote_path import Place, is_url
+from lightning_ptdp.checkpoint.remote_path import PathLike, Place, is_url
 from lightning_ptdp.checkpoint.save_agreement import CheckpointError
 
 LINK = "memory"
@@ -35,16 +36,17 @@ _TURN_S = 10.0
 _SNAPSHOT = re.compile(r"step-(\d+)")
 
 
+@dataclass
 class MemoryFolder:
     """Folder of one run's snapshots on this node.
 
-    Args:
+    Attributes:
         link: Path of the link to it, in a folder that all nodes share.
         path: The folder, the same on every node.
     """
 
-    def __init__(self, link: Path, path: Path) -> None:
-        self.link, self.path = link, path
+    link: Path
+    path: Path
 
     @classmethod
     def new(cls, folder: Path) -> MemoryFolder:
@@ -129,12 +131,12 @@ class MemoryFolder:
         return {path.name: _step_of(path) for path in checkpoint_times(self.path)}
 
 
-def in_memory(path: str | os.PathLike[str]) -> bool:
+def in_memory(path: PathLike) -> bool:
     """Return True for a snapshot, a folder of snapshots, or a link to one, even if it is lost."""
     return not is_url(path) and _home() in _followed(path).parents
 
 
-def newest_first(folder: str | os.PathLike[str]) -> list[Place]:
+def newest_first(folder: PathLike) -> list[Place]:
     """Return the complete checkpoints below a folder, in memory and on the disk, newest first.
 
     The link to snapshots that this node does not have is one of them. Snapshots have the time of
@@ -150,7 +152,7 @@ def newest_first(folder: str | os.PathLike[str]) -> list[Place]:
     return sorted(times, key=lambda path: (times[path], _step_of(path)), reverse=True)
 
 
-def newest_checkpoint(folder: str | os.PathLike[str]) -> Place | None:
+def newest_checkpoint(folder: PathLike) -> Place | None:
     """Return the newest complete checkpoint in a folder or its subfolders, or None.
 
     With ``snapshot_every_n_steps`` it may be in the memory of the nodes.
@@ -184,7 +186,7 @@ def _step_of(path: Place) -> int:
     return int(found[1]) if found and in_memory(str(path)) else 0
 
 
-def _followed(path: str | os.PathLike[str]) -> Path:
+def _followed(path: PathLike) -> Path:
     return Path(os.readlink(path) if os.path.islink(path) else os.path.abspath(path))
 
 

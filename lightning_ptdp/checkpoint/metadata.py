@@ -36,7 +36,7 @@ from lightning_ptdp.checkpoint.checksums import (
     parse_sums,
     sums_bytes,
 )
-from lightning_ptdp.checkpoint.remote_path import Place, RemotePath, located
+from lightning_ptdp.checkpoint.remote_path import PathLike, Place, RemotePath, located
 from lightning_ptdp.checkpoint.save_agreement import (
     CheckpointError,
     MissingCheckpointError,
@@ -128,7 +128,7 @@ class CheckpointMetadata:
     @property
     def aliases(self) -> Mapping[str, str]:
         """Return the model's names that are tied to a stored one: name -> stored name."""
-        return self.run.get("aliases", {})
+        return self.run.get("aliases") or {}
 
     def names(self, prefix: str) -> set[str]:
         """Return the global names that begin with ``prefix``."""
@@ -184,10 +184,10 @@ def check_json(run: Mapping[str, Json]) -> None:
         raise CheckpointError(f"metadata: {error}") from error
 
 
-def read_metadata(path: str | os.PathLike[str]) -> CheckpointMetadata:
+def read_metadata(path: PathLike) -> CheckpointMetadata:
     """Return the content of ``metadata.json`` after checks.
 
-    The file must be whole and of a known version, and the files that it lists must exist.
+    The file must be undamaged and of a known version, and the files that it lists must exist.
 
     Raises:
         CheckpointError: ``path`` is not a checkpoint, is damaged, has a newer format, or lacks
@@ -248,16 +248,15 @@ def read_sums(folder: Place, metadata: CheckpointMetadata, name: str) -> Sums:
     Raises:
         CheckpointError: The file of checksums is missing or damaged.
     """
-    if name not in metadata.files:
-        raise CheckpointError(f"{folder} is damaged: {METADATA_FILE} does not list {name}")
-    size, sums = metadata.files[name].size, Path(name).stem + SUMS_SUFFIX
+    size = metadata.files[name].size
+    sums = Path(name).stem + SUMS_SUFFIX
     content = read_verified(folder, metadata, sums, most=sums_bytes(size))
     with reading(folder / sums):
         return parse_sums(content, size=size)
 
 
 def _content(folder: Place) -> dict[str, Json]:
-    """Return the JSON object of a folder, which must be whole and of a known version."""
+    """Return the JSON object of a folder, which must be undamaged and of a known version."""
     file = folder / METADATA_FILE
     if not file.is_file():
         raise (CheckpointError if folder.exists() else MissingCheckpointError)(
@@ -309,13 +308,9 @@ def _parsed(content: dict[str, Json]) -> CheckpointMetadata:
 
 def _run(value: Json) -> dict[str, Json]:
     """Return the facts about the run, after checks of those that this package reads."""
-    record(
-        others=True,
-        aliases=optional(map_of(text())),
-        epoch=optional(integer()),
-        global_step=optional(integer()),
-    )(value)
-    return {key: item for key, item in value.items() if key != "aliases" or item is not None}
+    _RUN(value)
+    facts: dict[str, Json] = value
+    return facts
 
 
 def _entry(value: Json) -> TensorEntry:
@@ -325,6 +320,12 @@ def _entry(value: Json) -> TensorEntry:
     return entry
 
 
+_RUN = record(
+    others=True,
+    aliases=optional(map_of(text())),
+    epoch=optional(integer()),
+    global_step=optional(integer()),
+)
 _ENTRY = record(
     shape=list_of(integer(most=_MOST_ELEMENTS), most=_MOST_DIMENSIONS),
     dtype=one_of(DTYPES, "a dtype that can be stored"),

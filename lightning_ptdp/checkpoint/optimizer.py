@@ -4,7 +4,7 @@ Two layouts hold different parameters in a different order, so that index 3 of o
 the other. An edited model may differ in the same way. Therefore ``exp_avg`` of the first optimizer
 is stored as ``optimizer/0/exp_avg/<parameter>``, sharded like the parameter. A Python number, such
 as an int step count, is stored as ``optimizer/0/step:number/<parameter>``, so that it is read back
-as a number. A state of another shape, such as Adafactor's means over rows, is stored whole;
+as a number. A state of another shape, such as Adafactor's means over rows, is stored in full;
 this requires that no layout divides its parameter among optimizers.
 
 LBFGS keeps one history of all parameters together, flattened in the optimizer's order. It is stored
@@ -13,16 +13,15 @@ unchanged, for ranks that hold all parameters.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from lightning_ptdp.checkpoint.load import InMemory, Stored, load_tensors
 from lightning_ptdp.checkpoint.metadata import TensorEntry
-from lightning_ptdp.checkpoint.reader import TensorReader
+from lightning_ptdp.checkpoint.reader import InMemory, Stored, TensorReader, load_tensors
+from lightning_ptdp.checkpoint.remote_path import PathLike
 from lightning_ptdp.checkpoint.save_agreement import CheckpointError, same_outcome
 from lightning_ptdp.parameters.placement import Placement
 
@@ -54,7 +53,7 @@ def optimizer_tensors(
 
     Args:
         optimizer: An optimizer whose states are tensors, numbers or None (which is left out). The
-            tensors have the parameter's shape or no dimensions, unless its placement is whole.
+            tensors have the parameter's shape or no dimensions, unless every rank holds all of it.
         names: Global name of every local parameter of the optimizer.
         placements: Placements of the parameters, by global name.
         index: Number of the optimizer among the module's optimizers.
@@ -71,19 +70,24 @@ def optimizer_tensors(
             if value is None:
                 continue
             key, value = _as_tensor(key, value)
-            if not isinstance(key, str) or "/" in key or not isinstance(value, torch.Tensor):
-                raise CheckpointError(
-                    _unsupported(optimizer, key, name, f"is a {type(value).__name__}")
-                )
             place = placements[name]
-            if value.shape != parameter.shape:
+            problem = ""
+            if not isinstance(key, str) or "/" in key or not isinstance(value, torch.Tensor):
+                problem = f"is a {type(value).__name__}"
+            elif value.shape != parameter.shape:
                 if value.dim() > 0 and not _holds_all(place):
                     problem = (
                         f"has the shape {tuple(value.shape)}, but the parameter, which ranks "
                         f"divide, has {tuple(parameter.shape)}"
                     )
-                    raise CheckpointError(_unsupported(optimizer, key, name, problem))
                 place = Placement.replicated(value.shape)
+            if problem:
+                raise CheckpointError(
+                    f"{type(optimizer).__name__} cannot be checkpointed: its state {key!r} of "
+                    f"{name!r} {problem}. A state must be a number, a tensor without dimensions, "
+                    "or a tensor of the parameter's shape. If ranks do not divide the parameter, "
+                    "it may be any tensor"
+                )
             tensors[f"{_prefix(index)}{key}/{name}"] = (value, place)
     return tensors
 
@@ -171,14 +175,14 @@ def merge_groups(ranks: Sequence[Sequence[Group]]) -> list[Group]:
 
 
 def load_optimizer(
-    path: str | os.PathLike[str],
+    path: PathLike,
     optimizer: Optimizer,
     *,
     names: Names,
     placements: Mapping[str, Placement],
     groups: Sequence[Group],
     index: int = 0,
-    open_stored: Callable[[str | os.PathLike[str]], Stored] = TensorReader,
+    open_stored: Callable[[PathLike], Stored] = TensorReader,
 ) -> None:
     """Restore an optimizer from a checkpoint of any layout.
 
@@ -341,12 +345,12 @@ def _empty_states(
     The result is keyed by the names in the checkpoint.
     """
     parameters = {name: parameter for parameter, name in named.items()}
-    with_scalars = [
-        group["params"]
+    on_device = {
+        parameter
         for group in optimizer.param_groups
         if group.get("capturable") or group.get("fused")
-    ]
-    on_device = set().union(*with_scalars)
+        for parameter in group["params"]
+    }
     states: dict[str, tuple[torch.nn.Parameter, str, torch.Tensor, Placement]] = {}
     for full_name in sorted(name for name in stored if name.startswith(_prefix(index))):
         key, _, name = full_name.removeprefix(_prefix(index)).partition("/")
@@ -415,14 +419,6 @@ def _equal(left: object, right: object) -> bool:
         not isinstance(left, torch.Tensor)
         and not isinstance(right, torch.Tensor)
         and bool(left == right)
-    )
-
-
-def _unsupported(optimizer: Optimizer, key: object, name: str, problem: str) -> str:
-    return (
-        f"{type(optimizer).__name__} cannot be checkpointed: its state {key!r} of {name!r} "
-        f"{problem}. A state must be a number, a tensor without dimensions, or a tensor of the "
-        "parameter's shape. If ranks do not divide the parameter, it may be any tensor"
     )
 
 

@@ -1,4 +1,4 @@
-"""Reader of rectangles of a checkpoint's tensors, and verification of every byte.
+"""Reader of rectangles of a checkpoint's tensors, and loading into any layout.
 
 The stored rectangles and the requested ones may differ. Everything that is read is checked.
 """
@@ -6,14 +6,14 @@ The stored rectangles and the requested ones may differ. Everything that is read
 from __future__ import annotations
 
 import functools
-import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from pathlib import Path
+from typing import Protocol
 
 import torch
 
+from lightning_ptdp.base.errors import listed
 from lightning_ptdp.checkpoint.checksums import SummedFile, open_summed
 from lightning_ptdp.checkpoint.index import Index
 from lightning_ptdp.checkpoint.local_rectangles import (
@@ -22,19 +22,14 @@ from lightning_ptdp.checkpoint.local_rectangles import (
     check_cover,
     rectangles_of,
 )
-from lightning_ptdp.checkpoint.metadata import (
-    CheckpointMetadata,
-    TensorEntry,
-    read_metadata,
-    read_sums,
-    read_verified,
-)
-from lightning_ptdp.checkpoint.remote_path import Place, each, located
-from lightning_ptdp.checkpoint.save_agreement import CheckpointError, StorageError
+from lightning_ptdp.checkpoint.metadata import TensorEntry, read_metadata, read_sums
+from lightning_ptdp.checkpoint.remote_path import PathLike, Place, located
+from lightning_ptdp.checkpoint.save_agreement import CheckpointError, gather, same_outcome
 from lightning_ptdp.checkpoint.stored_tensor import Part, StoredTensor, read_stored, runs
 
 MODEL = "model/"
 """Prefix of the names of the model's tensors."""
+_SHOWN = 5
 
 
 class TensorReader:
@@ -50,7 +45,7 @@ class TensorReader:
         CheckpointError: The folder is not a checkpoint, or its index is damaged.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: PathLike) -> None:
         self.metadata = read_metadata(path)
         self._folder = self.metadata.folder_in(located(path))
         self._index = Index(self._folder, self.metadata)
@@ -66,7 +61,7 @@ class TensorReader:
     ) -> torch.Tensor:
         """Return a tensor by its global name, on the CPU in its stored dtype.
 
-        Without ``offset`` and ``shape``, the whole tensor is returned, else the rectangle of
+        Without ``offset`` and ``shape``, the full tensor is returned, else the rectangle of
         ``shape`` at ``offset``.
 
         Raises:
@@ -81,7 +76,7 @@ class TensorReader:
         return values
 
     def on_disk(self, name: str, dtype: torch.dtype | None = None) -> LocalRectangle:
-        """Return a whole tensor whose values are read when they are written.
+        """Return a full tensor whose values are read when they are written.
 
         They are converted to ``dtype``; None: the stored one.
         """
@@ -89,7 +84,7 @@ class TensorReader:
         dtype = dtype or entry.dtype
         values = torch.empty(entry.shape, dtype=dtype, device="meta")
         return replace(
-            LocalRectangle.whole(name, values),
+            LocalRectangle.full(name, values),
             read=lambda offset, shape: self.read(name, offset=offset, shape=shape).to(dtype),
         )
 
@@ -103,7 +98,7 @@ class TensorReader:
         return stored | {alias: stored[name] for alias, name in aliases if name in stored}
 
     def read_all(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Return whole tensors by their global names, as :meth:`read` does.
+        """Return full tensors by their global names, as :meth:`read` does.
 
         They are read in the order of storage.
 
@@ -114,7 +109,7 @@ class TensorReader:
             name: torch.empty(self.tensors[name].shape, dtype=self.tensors[name].dtype)
             for name in names
         }
-        self.read_into(LocalRectangle.whole(name, value) for name, value in values.items())
+        self.read_into(LocalRectangle.full(name, value) for name, value in values.items())
         return values
 
     def fill(self, tensors: Tensors) -> None:
@@ -172,49 +167,150 @@ class TensorReader:
         return open_summed(path, self._sums(path.name), size=size, ranges=ranges)
 
 
-# ---- Verification of every byte of a checkpoint --------------------------------------------------
+# ---- Loading into a layout -----------------------------------------------------------------------
 
 
-def verify_checkpoint(
-    path: str | os.PathLike[str], *, part: int = 0, parts: int = 1, fetches: bool = True
-) -> CheckpointMetadata:
-    """Read a whole checkpoint and compare it with its checksums; not collective.
+class Stored(Protocol):
+    """Tensors on disk; any rectangle of them can be read."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorEntry]:
+        """Return the entries of the stored tensors by name."""
+
+    def fill(self, tensors: Tensors) -> None:
+        """Read checked tensors in this process alone, converted to the dtype of their targets."""
+
+
+class InMemory:
+    """Full tensors in memory by their global names, from which a rank copies its rectangles.
+
+    Attributes:
+        tensors: Shapes and dtypes of the tensors.
+    """
+
+    def __init__(self, values: Mapping[str, torch.Tensor]) -> None:
+        self._values = values
+        self.tensors = {
+            name: TensorEntry(shape=tuple(value.shape), dtype=value.dtype)
+            for name, value in values.items()
+        }
+
+    def fill(self, tensors: Tensors) -> None:
+        """Fill checked tensors, converted to the dtype of each."""
+        for target in rectangles_of(tensors):
+            target.values.copy_(self._values[target.name][target.place.slices])
+
+
+def load_tensors(
+    path: PathLike,
+    tensors: Tensors,
+    *,
+    strict: bool = True,
+    prefix: str | None = None,
+    rename: Mapping[str, str] | None = None,
+    open_stored: Callable[[PathLike], Stored] = TensorReader,
+) -> list[str]:
+    """Fill local tensors in place from a checkpoint of any layout.
+
+    The function is collective over the default process group, if there is one. Every rank reads
+    only the stored rectangles that overlap its own. Values are converted to the target's dtype.
+    Local elements that no rectangle of the placement covers (padding) keep their values.
 
     Args:
         path: The checkpoint folder.
-        part: Number of the share of the tensor files to read here; every rank may read one share.
-        parts: Number of shares. The small files are always read.
-        fetches: Whether data files in object storage are read too. They are compared with their
-            checksums again whenever tensors are read.
+        tensors: This rank's local tensors with their placements, under global names. They may
+            differ between ranks, or be empty.
+        strict: True if a name that the checkpoint lacks is an error; otherwise that tensor is
+            unchanged.
+        prefix: With ``strict``, a tensor of the checkpoint whose name begins with this prefix and
+            that *no* rank requests is an error too (a checkpoint of 12 layers does not load into a
+            model of 6).
+        rename: Names of ``tensors`` -> their names in the checkpoint: ``{"model/model.":
+            "model/net."}``. A key that ends with a dot or a slash applies to all names that begin
+            with it. The longest matching key is used.
+        open_stored: Function from ``path`` to the stored tensors; by default it opens a checkpoint
+            folder.
 
     Returns:
-        The checkpoint's metadata.
+        The names of ``tensors`` that the checkpoint lacks; empty if ``strict``.
 
     Raises:
-        CheckpointError: Files are missing or damaged. The message names all of them.
+        CheckpointError: The checkpoint is damaged, names are missing or unexpected, full shapes
+            differ, a floating-point tensor meets an integer one, or the stored rectangles do not
+            cover a tensor. If one rank fails, all ranks raise it.
     """
-    metadata = read_metadata(path)
-    folder = metadata.folder_in(located(path))
-    data = [name for name, entry in sorted(metadata.files.items()) if entry.sha256 is None]
+    doing = f"loading the checkpoint {path}"
+    stored_names = {name: renamed(name, rename or {}) for name in tensors}
+    with same_outcome(doing):
+        _check_distinct(stored_names)
+        tensors = {stored_names[name]: value for name, value in tensors.items()}
+        stored = open_stored(path)
+        missing = _check(stored.tensors, tensors, strict=strict)
+    if strict and prefix is not None:
+        requested = set().union(*gather({name for name in tensors if name.startswith(prefix)}))
+        if unexpected := {name for name in stored.tensors if name.startswith(prefix)} - requested:
+            raise CheckpointError(
+                f"{doing} failed: {_shown(unexpected)} in the checkpoint but not in the model"
+            )
+    with same_outcome(doing):
+        stored.fill({name: value for name, value in tensors.items() if name not in missing})
+    return sorted(name for name, stored_name in stored_names.items() if stored_name in missing)
 
-    def error_of(name: str) -> str:
-        try:
-            if name not in data:
-                read_verified(folder, metadata, name)
-                return ""
-            sums, size = read_sums(folder, metadata, name), metadata.files[name].size
-            with open_summed(folder / name, sums, size=size, ranges=[(0, size)]) as file:
-                file.check()
-        except StorageError:
-            raise
-        except (CheckpointError, OSError) as error:
-            return str(error)
-        return ""
 
-    own_data = data[part::parts] if fetches or isinstance(folder, Path) else []
-    names = [*(metadata.files.keys() - set(data)), *own_data]
-    errors = dict.fromkeys(filter(None, each(folder, error_of, names)))
+def renamed(name: str, rename: Mapping[str, str]) -> str:
+    """Return the name of the tensor ``name`` in the checkpoint; see :func:`load_tensors`."""
+    if name in rename:
+        return rename[name]
+    matches = [key for key in rename if key.endswith((".", "/")) and name.startswith(key)]
+    if not matches:
+        return name
+    longest = max(matches, key=len)
+    return rename[longest] + name.removeprefix(longest)
+
+
+def _check_distinct(stored_names: Mapping[str, str]) -> None:
+    first: dict[str, str] = {}
+    for name, stored_name in stored_names.items():
+        if first.setdefault(stored_name, name) != name:
+            raise CheckpointError(
+                f"rename maps two names to one: {first[stored_name]!r} and {name!r} are both "
+                f"{stored_name!r} in the checkpoint"
+            )
+
+
+def _check(entries: Mapping[str, TensorEntry], tensors: Tensors, *, strict: bool) -> set[str]:
+    """Check that the tensors fit, and return the names that the checkpoint lacks."""
+    missing = {name for name in tensors if name not in entries}
+    if missing and strict:
+        raise CheckpointError(f"{_shown(missing)} not in the checkpoint")
+    errors = []
+    for name, (tensor, placement) in tensors.items():
+        if name in missing:
+            continue
+        entry = entries[name]
+        if entry.shape != placement.full_shape:
+            errors.append(
+                f"{name!r} has the shape {entry.shape} in the checkpoint, but "
+                f"{placement.full_shape} in the model"
+            )
+        elif not _convertible(entry, tensor):
+            errors.append(
+                f"{name!r} is {entry.dtype} in the checkpoint, but {tensor.dtype} in the model"
+            )
     if errors:
-        raise CheckpointError("; ".join(errors))
-    Index(folder, metadata).check()
-    return metadata
+        raise CheckpointError(listed(errors, _SHOWN, "; "))
+    return missing
+
+
+def _convertible(entry: TensorEntry, tensor: torch.Tensor) -> bool:
+    """Return True if the dtypes can be converted: float to float, or integer to integer.
+
+    A conversion of fractions to integers would be a silent error.
+    """
+    same_kind = entry.dtype.is_floating_point == tensor.is_floating_point()
+    return same_kind and entry.dtype.is_complex == tensor.is_complex()
+
+
+def _shown(names: set[str]) -> str:
+    shown = listed([*map(repr, sorted(names))], _SHOWN)
+    return f"{shown} {'is' if len(names) == 1 else 'are'}"

@@ -32,6 +32,8 @@ from lightning_ptdp.checkpoint.save_agreement import (
     StorageError,
 )
 
+PathLike = str | os.PathLike[str]
+"""A path, or an address of object storage."""
 S = TypeVar("S")
 T = TypeVar("T")
 _AT_ONCE = 8  # requests of one rank in flight
@@ -98,17 +100,15 @@ class RemotePath(os.PathLike[str]):
 
     def exists(self) -> bool:
         """Return True if there is an object, or objects below the address."""
-        return self._info() is not None
+        return bool(self._info())
 
     def is_file(self) -> bool:
         """Return True if there is an object."""
-        info = self._info()
-        return info is not None and info["type"] == "file"
+        return self._info().get("type") == "file"
 
     def is_dir(self) -> bool:
         """Return True if there are objects below the address."""
-        info = self._info()
-        return info is not None and info["type"] == "directory"
+        return self._info().get("type") == "directory"
 
     def size(self) -> int:
         """Return the size of the object in bytes.
@@ -117,7 +117,7 @@ class RemotePath(os.PathLike[str]):
             FileNotFoundError: There is no object.
         """
         info = self._info()
-        if info is None or info["type"] != "file":
+        if info.get("type") != "file":
             raise FileNotFoundError(errno.ENOENT, "there is no such object", self.url)
         return int(info["size"])
 
@@ -177,13 +177,14 @@ class RemotePath(os.PathLike[str]):
         next(self.iterdir(), None)
         probe.unlink()
 
-    def _info(self) -> dict[str, Any] | None:
+    def _info(self) -> dict[str, Any]:
+        """Return facts about the object, or about the objects below; empty if there are none."""
         if self.known_size is not None:
             return {"type": "file", "size": self.known_size}
         with contextlib.suppress(FileNotFoundError):
             info: dict[str, Any] = self._ask("reading", "info")
             return info
-        return None
+        return {}
 
     def _ask(
         self, doing: str, method: str, *arguments: object, nbytes: int = 0, **options: object
@@ -223,7 +224,7 @@ def is_url(path: object) -> bool:
     return "://" in text.removeprefix("file://")
 
 
-def located(path: str | os.PathLike[str]) -> Place:
+def located(path: PathLike) -> Place:
     """Return the place of a path, which may be given as ``file:///…``, or of an address.
 
     The address of a checkpoint may be that of its ``metadata.json``.

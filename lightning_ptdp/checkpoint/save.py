@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lightning_ptdp.base.checked_json import Json
 from lightning_ptdp.checkpoint import data_files, files
 from lightning_ptdp.checkpoint.files import check_apart
-from lightning_ptdp.checkpoint.index import encode_index
+from lightning_ptdp.checkpoint.index import encode_index, verify_checkpoint
 from lightning_ptdp.checkpoint.local_rectangles import (
     LocalRectangle,
     Tensors,
@@ -29,8 +29,8 @@ from lightning_ptdp.checkpoint.metadata import (
     check_json,
     write_small,
 )
-from lightning_ptdp.checkpoint.reader import MODEL, TensorReader, verify_checkpoint
-from lightning_ptdp.checkpoint.remote_path import Place, each
+from lightning_ptdp.checkpoint.reader import MODEL, TensorReader
+from lightning_ptdp.checkpoint.remote_path import PathLike, Place, each
 from lightning_ptdp.checkpoint.save_agreement import (
     CheckpointError,
     from_rank_zero,
@@ -52,18 +52,18 @@ This folder is one checkpoint of the whole model, written by lightning-ptdp. Any
 
 
 def save_checkpoint(
-    path: str | os.PathLike[str],
+    path: PathLike,
     *,
     tensors: Tensors,
     state: dict[str, Any],
     metadata: Mapping[str, Json],
-    keeper: SaveFolders | None = None,
+    folders: SaveFolders | None = None,
 ) -> None:
     """Write a checkpoint folder; collective over the default process group, if there is one.
 
     All content is written under a temporary name beside ``path`` and renamed at the end, so that
-    ``path`` always holds the whole old or the whole new checkpoint. It must be on a file system
-    that all ranks share.
+    ``path`` always holds the complete old or the complete new checkpoint. It must be on a file
+    system that all ranks share.
 
     Args:
         path: The folder to create. An existing checkpoint or file is replaced.
@@ -75,7 +75,7 @@ def save_checkpoint(
         metadata: Facts about the run in JSON types, such as the layout. ``"aliases"``, if present,
             maps names of tied parameters to their stored names (both without ``model/``);
             :func:`read_full` returns both.
-        keeper: Record of the run's checkpoint folders; None: the run writes only this checkpoint.
+        folders: Record of the run's checkpoint folders; None: the run writes only this checkpoint.
 
     Raises:
         CheckpointError: A rank failed. Raised on every rank. The content of ``path`` is unchanged,
@@ -83,16 +83,16 @@ def save_checkpoint(
     """
     with same_outcome(doing(path)):
         rectangles = rectangles_of(tensors)
-    write_checkpoint(path, rectangles=rectangles, state=state, metadata=metadata, keeper=keeper)
+    write_checkpoint(path, rectangles=rectangles, state=state, metadata=metadata, folders=folders)
 
 
 def write_checkpoint(
-    path: str | os.PathLike[str],
+    path: PathLike,
     *,
     rectangles: Iterable[LocalRectangle],
     state: dict[str, Any],
     metadata: Mapping[str, Json],
-    keeper: SaveFolders | None = None,
+    folders: SaveFolders | None = None,
     num_files: int = 1,
     created: float | None = None,
 ) -> None:
@@ -106,7 +106,7 @@ def write_checkpoint(
         rectangles: This rank's rectangles.
         state: As for :func:`save_checkpoint`.
         metadata: As for :func:`save_checkpoint`.
-        keeper: As for :func:`save_checkpoint`.
+        folders: As for :func:`save_checkpoint`.
         num_files: Number of files that a rank writes, in as many threads.
         created: Time of another checkpoint that this one is a copy of; default: now.
 
@@ -122,14 +122,14 @@ def write_checkpoint(
         assignment=assignment,
         content=content,
         metadata=metadata,
-        keeper=keeper or SaveFolders(),
+        folders=folders or SaveFolders(),
         num_files=num_files,
         created=created,
     )
 
 
 def checked_content(
-    path: str | os.PathLike[str],
+    path: PathLike,
     *,
     state: dict[str, Any],
     metadata: Mapping[str, Json],
@@ -156,7 +156,7 @@ def checked_content(
 def state_rectangles(content: Encoded) -> Iterator[LocalRectangle]:
     """Yield the tensors of a checked state, which only rank 0 has."""
     for number, value in enumerate(content.tensors):
-        yield LocalRectangle.whole(f"{STATE}{number}", value)
+        yield LocalRectangle.full(f"{STATE}{number}", value)
 
 
 def save_rectangles(
@@ -165,7 +165,7 @@ def save_rectangles(
     assignment: data_files.Assignment,
     content: Encoded,
     metadata: Mapping[str, Json],
-    keeper: SaveFolders,
+    folders: SaveFolders,
     group: dist.ProcessGroup | None = None,
     num_files: int = 1,
     created: float | None = None,
@@ -183,7 +183,7 @@ def save_rectangles(
     try:
         with same_outcome(action, group):
             if is_rank_zero(group):
-                save.begin(keeper)
+                save.begin(folders)
         written = data_files.write_rectangles(
             save.part,
             assignment.rectangles,
@@ -200,7 +200,7 @@ def save_rectangles(
                 }
                 sent = each(target, lambda name: write_small(save.part / name, small[name]), small)
                 if created is None:
-                    created = keeper.time_of_next(target.parent)
+                    created = folders.time_of_next(target.parent)
                 save.commit(
                     CheckpointMetadata(
                         run=metadata,
@@ -220,7 +220,7 @@ def save_rectangles(
         save.release()
 
 
-def doing(path: str | os.PathLike[str]) -> str:
+def doing(path: PathLike) -> str:
     """Return the action for messages."""
     return f"saving the checkpoint {os.fspath(path)}"
 
@@ -229,8 +229,8 @@ def doing(path: str | os.PathLike[str]) -> str:
 
 
 def reshard_checkpoint(
-    source: str | os.PathLike[str],
-    destination: str | os.PathLike[str],
+    source: PathLike,
+    destination: PathLike,
     *,
     num_files: int = 1,
     dtype: torch.dtype | None = None,

@@ -137,9 +137,9 @@ class SaveFolders:
 
 
 def _settle(target: Path, entries: list[Path]) -> None:
-    """Give the newest whole checkpoint its final name, and remove the other entries.
+    """Give the newest complete checkpoint its final name, and remove the other entries.
 
-    A present checkpoint of that name is kept if it is newer.
+    An existing checkpoint of that name is kept if it is newer.
     """
     target_time = written_at(target)
     kinds = ("tmp", "old") if target_time is None else ("tmp",)
@@ -181,7 +181,7 @@ def _looks_like_a_checkpoint(entry: Path) -> bool:
 #     s3://bucket/run/last.ckpt/metadata.json                        complete with this object
 #     s3://bucket/run/last.ckpt/save-69289f1c-0123456789ab/…         all other files
 #
-# An earlier checkpoint at the address is whole until the new one is, and is removed after it.
+# An earlier checkpoint at the address is complete until the new one is, and is removed after it.
 
 
 _ABANDONED_S = 86400  # longer than any save, and than any difference between clocks
@@ -204,9 +204,9 @@ class _RenamedSave:
         self._target = target
         self._claim = WriteLock(self.part)
 
-    def begin(self, keeper: SaveFolders) -> None:
+    def begin(self, folders: SaveFolders) -> None:
         """Claim the target, unless a living process saves there."""
-        keeper.take(self._claim)
+        folders.take(self._claim)
 
     def commit(self, metadata: CheckpointMetadata) -> None:
         """Complete the checkpoint, and remove the earlier one."""
@@ -234,7 +234,7 @@ class _ObjectSave:
         self._target, self.part = target, target / f"save-{name}"
         self._earlier, self._is_sent = "", False
 
-    def begin(self, keeper: SaveFolders) -> None:
+    def begin(self, folders: SaveFolders) -> None:
         """Note the earlier checkpoint."""
         self._earlier = self._committed()
 

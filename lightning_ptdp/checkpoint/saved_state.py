@@ -7,7 +7,6 @@ names ``state/0``, ``state/1``, …
 from __future__ import annotations
 
 import io
-import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
@@ -19,7 +18,7 @@ from lightning_ptdp.base.checked_json import integer, list_of, map_of, optional,
 from lightning_ptdp.base.errors import listed
 from lightning_ptdp.checkpoint.metadata import STATE_FILE, read_verified
 from lightning_ptdp.checkpoint.reader import TensorReader
-from lightning_ptdp.checkpoint.remote_path import located
+from lightning_ptdp.checkpoint.remote_path import PathLike, located
 from lightning_ptdp.checkpoint.save_agreement import CheckpointError, reading
 from lightning_ptdp.checkpoint.tagged_json import Encoded, decode, encode
 
@@ -46,7 +45,7 @@ def encode_state(state: dict[str, Any]) -> Encoded:
 
 
 def read_state(
-    path: str | os.PathLike[str],
+    path: PathLike,
     *,
     map_location: MapLocation = None,
     types: Literal["restore", "keep"] = "restore",
@@ -59,7 +58,7 @@ def read_state(
         types: See :func:`decode`.
 
     Raises:
-        CheckpointError: ``path`` is not a whole checkpoint, or its state is damaged or refused.
+        CheckpointError: ``path`` is not a complete checkpoint, or its state is damaged or refused.
     """
     reader = TensorReader(path)
     folder = reader.metadata.folder_in(located(path))

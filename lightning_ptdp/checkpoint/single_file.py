@@ -13,7 +13,8 @@ import importlib.metadata
 import os
 import pickle
 import warnings
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections import UserDict
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +25,7 @@ from torch import Tensor
 from lightning_ptdp.checkpoint import files
 from lightning_ptdp.checkpoint.metadata import METADATA_FILE, STATE_FILE
 from lightning_ptdp.checkpoint.reader import MODEL, TensorReader
-from lightning_ptdp.checkpoint.remote_path import located
+from lightning_ptdp.checkpoint.remote_path import PathLike, located
 from lightning_ptdp.checkpoint.save_agreement import CheckpointError
 from lightning_ptdp.checkpoint.saved_state import (
     HYPERPARAMETERS,
@@ -47,7 +48,7 @@ _UNPICKLABLE = (AttributeError, TypeError, pickle.PicklingError)
 
 
 def write_file(checkpoint: Mapping[str, Any], path: Path) -> None:
-    """Write a checkpoint so that ``path`` always holds the whole old or the whole new one.
+    """Write a checkpoint so that ``path`` always holds the complete old or the complete new one.
 
     This also holds after a power failure.
 
@@ -60,13 +61,13 @@ def write_file(checkpoint: Mapping[str, Any], path: Path) -> None:
     with files.replacing(path) as part:
         try:
             try:
-                _save(checkpoint, part)
+                save_synced(checkpoint, part)
             except _UNPICKLABLE as error:
                 # Like Lightning, save the weights even if the user's objects cannot be pickled.
                 picklable = {
                     key: value for key, value in checkpoint.items() if key not in HYPERPARAMETERS
                 }
-                _save(picklable, part)
+                save_synced(picklable, part)
                 warnings.warn(
                     f"{path} is saved without hyperparameters, because they cannot be pickled: "
                     f"{error}",
@@ -125,7 +126,8 @@ def with_types(
     return content
 
 
-def _save(content: Mapping[str, Any], path: Path) -> None:
+def save_synced(content: Mapping[str, Any], path: Path) -> None:
+    """Write a file of ``torch.save``, and wait until the disk has it."""
     with files.open_synced(path) as stream:
         torch.save(dict(content), stream)
 
@@ -133,7 +135,7 @@ def _save(content: Mapping[str, Any], path: Path) -> None:
 # ---- A folder, read in one process like such a file ----------------------------------------------
 
 
-class StoredWeights(MutableMapping[str, Tensor]):
+class StoredWeights(UserDict[str, Tensor]):
     """The ``state_dict`` of the whole model, read tensor by tensor on access.
 
     Tied parameters have all their names.
@@ -150,41 +152,35 @@ class StoredWeights(MutableMapping[str, Tensor]):
         CheckpointError: The folder is not a checkpoint, or its index is damaged.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path, self.touched = located(path), False
+    def __init__(self, path: PathLike) -> None:
+        super().__init__()
+        self.path = located(path)
+        self.touched = False
         reader = TensorReader(path)
         self._stored = reader.model_names()
-        self._values: dict[str, Tensor | None] = dict.fromkeys(self._stored)
+        self.data: dict[str, Any] = dict.fromkeys(self._stored)  # None: not read yet
         # Tied parameters stay one tensor.
         self._read = functools.cache(reader.read)
 
     def __getitem__(self, name: str) -> Tensor:
-        value = self._values[name]
+        value: Tensor | None = self.data[name]
         self.touched = True
         if value is None:
-            value = self._values[name] = self._read(self._stored[name])
+            value = self.data[name] = self._read(self._stored[name])
         return value
 
     def __setitem__(self, name: str, value: Tensor) -> None:
-        self.touched, self._values[name] = True, value
+        self.touched = True
+        self.data[name] = value
 
     def __delitem__(self, name: str) -> None:
-        del self._values[name]
+        del self.data[name]
         self.touched = True
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._values
 
     def __repr__(self) -> str:
         return f"StoredWeights({len(self)} tensors of {self.path})"
 
-    def copy(self) -> dict[str, Tensor]:
+    def copy(self) -> dict[str, Tensor]:  # type: ignore[override]
         """Return an ordinary dictionary."""
         return dict(self)
 
@@ -198,7 +194,7 @@ class StoredOptimizers(list[dict[str, Any]]):
     Their tensors are in the folder ``path``, under the names of the parameters.
     """
 
-    def __init__(self, states: list[dict[str, Any]], path: str | os.PathLike[str]) -> None:
+    def __init__(self, states: list[dict[str, Any]], path: PathLike) -> None:
         super().__init__(states)
         self.path = located(path)
 
@@ -214,13 +210,13 @@ class _RefusedOptimizers(StoredOptimizers):
         )
 
 
-def is_checkpoint(path: str | os.PathLike[str]) -> bool:
+def is_checkpoint(path: PathLike) -> bool:
     """Return True if a folder is a checkpoint of this package, possibly a torn one."""
     return any((located(path) / name).exists() for name in (METADATA_FILE, STATE_FILE))
 
 
 def read_whole(
-    path: str | os.PathLike[str], map_location: MapLocation = None, *, trusted: bool = False
+    path: PathLike, map_location: MapLocation = None, *, trusted: bool = False
 ) -> dict[str, Any]:
     """Return a checkpoint folder like ``torch.load`` returns Lightning's single file.
 
@@ -234,7 +230,7 @@ def read_whole(
         trusted: True to unpickle hyperparameters that are objects, which executes their content.
 
     Raises:
-        CheckpointError: The folder is not a whole checkpoint, or is damaged.
+        CheckpointError: The folder is incomplete or damaged.
     """
     state = read_state(path, map_location=map_location)
     if trusted:
@@ -262,7 +258,7 @@ def read_whole(
     }
 
 
-def read_full(path: str | os.PathLike[str], prefix: str = MODEL) -> dict[str, torch.Tensor]:
+def read_full(path: PathLike, prefix: str = MODEL) -> dict[str, torch.Tensor]:
     """Return the full tensors whose global names begin with ``prefix``; not collective.
 
     The tensors are on the CPU, and their names lack the prefix. With the model's prefix, the result
@@ -283,7 +279,7 @@ def read_full(path: str | os.PathLike[str], prefix: str = MODEL) -> dict[str, to
     return {name: stored[full] for name, full in names.items()}
 
 
-def to_lightning_file(source: str | os.PathLike[str], destination: str | os.PathLike[str]) -> None:
+def to_lightning_file(source: PathLike, destination: PathLike) -> None:
     """Write Lightning's single-file checkpoint from a checkpoint folder.
 
     ``LightningModule.load_from_checkpoint`` reads the file. It holds the weights, the
@@ -297,9 +293,7 @@ def to_lightning_file(source: str | os.PathLike[str], destination: str | os.Path
     Raises:
         CheckpointError: The source is damaged, or the destination is a folder.
     """
-    target = Path(os.path.abspath(files.local_path(destination)))
-    if target.is_dir():
-        raise CheckpointError(f"{target} is a folder. Give the path of the file to write")
+    target = file_to_write(destination)
     checkpoint = {
         key: portable(value, key)
         for key, value in read_state(source).items()
@@ -307,5 +301,17 @@ def to_lightning_file(source: str | os.PathLike[str], destination: str | os.Path
     }
     checkpoint.setdefault("pytorch-lightning_version", importlib.metadata.version("lightning"))
     checkpoint["state_dict"] = read_full(source)
-    with files.replacing(target) as part, files.open_synced(part) as stream:
-        torch.save(checkpoint, stream)
+    with files.replacing(target) as part:
+        save_synced(checkpoint, part)
+
+
+def file_to_write(destination: PathLike) -> Path:
+    """Return the absolute path of a file to write.
+
+    Raises:
+        CheckpointError: It is a folder, or is not on a mounted file system.
+    """
+    target = Path(os.path.abspath(files.local_path(destination)))
+    if target.is_dir():
+        raise CheckpointError(f"{target} is a folder. Give the path of the file to write")
+    return target

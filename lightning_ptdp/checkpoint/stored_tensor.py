@@ -75,51 +75,42 @@ def read_stored(
         parts = sorted(by_file[path], key=lambda part: (part[0].begin, part[1].offset))
         with reading(path), open_file(path, parts) as file:
             for stored, target in parts:
-                read_rectangle(
-                    file,
-                    target.values,
-                    begin=stored.begin,
-                    dtype=stored.entry.dtype,
-                    shape=stored.entry.shape,
-                    offset=target.offset,
-                )
+                read_rectangle(file, stored, target)
 
     each(next(iter(by_file), Path()), read, sorted(by_file))
 
 
-def read_rectangle(
-    file: RawFile,
-    target: torch.Tensor,
-    *,
-    begin: int,
-    dtype: torch.dtype,
-    shape: Sequence[int],
-    offset: Sequence[int],
-) -> None:
-    """Fill ``target`` with a rectangle of a stored tensor, a few rows at a time.
+def read_rectangle(file: RawFile, stored: StoredTensor, rectangle: LocalRectangle) -> None:
+    """Fill a rectangle of a stored tensor, a few rows at a time.
 
-    Whole rows are read into the target, if it has their dtype. Other parts are placed at their
-    positions in whole rows, and copied from there while in the processor's cache.
+    Full rows are read into the rectangle's values, if these have their dtype. Other parts are
+    placed at their positions in full rows, and copied from there while in the processor's cache.
 
     Args:
         file: The file.
-        target: Tensor of the rectangle's shape, with any dtype, device and strides.
-        begin: Byte of the file at which the stored tensor's values begin.
-        dtype: Dtype of the stored tensor.
-        shape: Shape of the stored tensor.
-        offset: Position of the rectangle in the stored tensor.
+        stored: The stored tensor.
+        rectangle: The rectangle, whose offset is that in the stored tensor. Its values may have any
+            dtype, device and strides.
 
     Raises:
-        CheckpointError: A byte that was read is damaged. The target may then be partly filled.
+        CheckpointError: A byte that was read is damaged. The values may then be partly filled.
     """
+    target = rectangle.values
+    offset = rectangle.offset
+    shape = stored.entry.shape
+    dtype = stored.entry.dtype
     if not target.numel():
         return
     if not target.dim():
-        target, shape, offset = target.unsqueeze(0), (1,), (0,)
+        target = target.unsqueeze(0)
+        offset = (0,)
+        shape = (1,)
     row_bytes = math.prod(shape[1:]) * dtype.itemsize
     count = rows_at_once(row_bytes)
-    is_whole = target.is_cpu and target.is_contiguous() and target.shape[1:] == tuple(shape[1:])
-    is_direct = is_whole and target.dtype == dtype
+    has_full_rows = (
+        target.is_cpu and target.is_contiguous() and target.shape[1:] == tuple(shape[1:])
+    )
+    is_direct = has_full_rows and target.dtype == dtype
     scratch = np.empty(0 if is_direct else min(count, len(target)) * row_bytes, dtype=np.uint8)
     columns = Rectangle.at(offset[1:], target.shape[1:]).slices
     first, last = offset[0], offset[0] + len(target)
@@ -129,7 +120,7 @@ def read_rectangle(
         rows_shape = (len(rows), *shape[1:])
         buffer = as_bytes(rows) if is_direct else scratch[: len(rows) * row_bytes].data
         for start, stop in runs(rows_shape, (0, *offset[1:]), rows.shape, itemsize=dtype.itemsize):
-            position = begin + first * row_bytes
+            position = stored.begin + first * row_bytes
             file.read(position + start, position + stop, buffer[start:stop])
         if not is_direct:
             values = torch.from_numpy(scratch[: len(buffer)]).view(dtype).view(rows_shape)

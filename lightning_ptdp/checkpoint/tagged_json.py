@@ -23,7 +23,7 @@ import pathlib
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -33,8 +33,9 @@ from lightning_ptdp.base.checked_json import Json, Misfit
 from lightning_ptdp.base.untrusted import parse_json
 from lightning_ptdp.checkpoint.metadata import DTYPES
 from lightning_ptdp.checkpoint.save_agreement import CheckpointError
-from lightning_ptdp.checkpoint.torch_file import load_saved
+from lightning_ptdp.checkpoint.tensor_files import load_saved
 
+T = TypeVar("T")
 _MOST_VALUES, _MOST_DEPTH = 20_000_000, 100
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
@@ -256,15 +257,7 @@ class _Decoder:
             return self._made(tag[1:], [self.value(item) for item in content[tag]])
         except Misfit:
             raise
-        except (
-            TypeError,
-            ValueError,
-            KeyError,
-            IndexError,
-            AttributeError,
-            RuntimeError,
-            ArithmeticError,
-        ) as error:
+        except Exception as error:
             raise Misfit(f"has a {tag[1:]:.60} that cannot be created: {error}") from error
 
     def _made(self, tag: str, parts: list[Any]) -> Any:
@@ -294,18 +287,11 @@ def _looked_up(name: str) -> type:
     return kind
 
 
-def _only_bytes(content: Any) -> bytes:
-    """Refuse text and numbers, which would open a file or allocate memory."""
-    if type(content) is not bytes:
-        raise TypeError("it must be bytes")
-    return content
-
-
-def _device(name: Any) -> torch.device:
-    """Create a device from its name; for anything else, torch's error lists all its signatures."""
-    if type(name) is not str:
-        raise TypeError("it must be a name")
-    return torch.device(name)
+def _only(kind: type[T], value: Any) -> T:
+    """Return ``value`` if it is of this type; other types would open files or allocate memory."""
+    if type(value) is not kind:
+        raise TypeError(f"it must be {kind.__name__}")
+    return value
 
 
 def _enum_member(name: str, member: str, _: object) -> enum.Enum:
@@ -397,15 +383,15 @@ _MAKERS: Mapping[str, Callable[..., Any]] = {
     "complex": complex,
     "Size": lambda *sizes: torch.Size(sizes),
     "dtype": lambda name: DTYPES[name],
-    "device": _device,
-    "registered": lambda content: load_saved(_only_bytes(content)),
+    "device": lambda name: torch.device(_only(str, name)),
+    "registered": lambda content: load_saved(_only(bytes, content)),
     "tuple": lambda *items: items,
     "set": lambda *items: set(items),
     "frozenset": frozenset,
     "dict": lambda *pairs: dict(pairs),
     "OrderedDict": collections.OrderedDict,
     "Counter": collections.Counter,
-    "bytearray": lambda content: bytearray(_only_bytes(content)),
+    "bytearray": lambda content: bytearray(_only(bytes, content)),
     "path": lambda name, path: _PATHS[name](path),
     "enum": _enum_member,
     "number": _number,

@@ -24,7 +24,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
@@ -105,14 +105,14 @@ def writer_of(path: Path) -> LockHolder | None:
         return None
 
 
+@dataclass
 class Abandoned:
     """Search for writers that have ended.
 
     A writer that looked alive can be checked again later.
     """
 
-    def __init__(self) -> None:
-        self._seen: dict[Path, tuple[int, float]] = {}
+    _seen: dict[Path, tuple[int, float]] = field(default_factory=dict)
 
     @contextmanager
     def taken_over(self, path: Path) -> Iterator[bool]:

@@ -130,7 +130,7 @@ def _reshard(options: argparse.Namespace) -> int:
         options.destination, marker=METADATA_FILE, or_file=zipfile.is_zipfile(options.destination)
     )
     arguments = {name: value for name, value in vars(options).items() if name != "action"}
-    with as_folder(options.source, beside=options.destination) as source:
+    with as_folder(options.source, target=options.destination) as source:
         reshard_checkpoint(**arguments | {"source": source, "dtype": dtype_of(options.dtype)})
     entries = read_metadata(options.destination).files
     print(

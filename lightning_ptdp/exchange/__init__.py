@@ -5,8 +5,8 @@ single ``.ckpt`` file. A conversion runs in one process and never holds the whol
 except when it writes a format of ``torch.save``, or merges adapters into the weights.
 """
 
-from lightning_ptdp.checkpoint.safetensors_file import open_safetensors, write_safetensors
-from lightning_ptdp.exchange.converter import Kind, convert, kind_of, kind_of_result
+from lightning_ptdp.checkpoint.tensor_files import open_safetensors, write_safetensors
+from lightning_ptdp.exchange.converter import convert, kind_of, kind_of_result
 from lightning_ptdp.exchange.export import SHARD_BYTES, FolderExport, to_huggingface, verify_export
 from lightning_ptdp.exchange.export_content import (
     Described,
@@ -19,11 +19,14 @@ from lightning_ptdp.exchange.folder_weights import (
     models_in,
     names_in,
 )
-from lightning_ptdp.exchange.huggingface import from_huggingface, open_native, weights_opener
-from lightning_ptdp.exchange.known_models import FAMILIES
 from lightning_ptdp.exchange.merging import merged_rectangles
 from lightning_ptdp.exchange.model_folder import reads_as_huggingface
-from lightning_ptdp.exchange.name_tables import ModelTable, NameRow
+from lightning_ptdp.exchange.native_models import (
+    FAMILIES,
+    from_huggingface,
+    open_native,
+    weights_opener,
+)
 from lightning_ptdp.exchange.state_dict_files import from_state_dict, open_state_dict, to_state_dict
 
 __all__ = [
@@ -33,9 +36,6 @@ __all__ = [
     "FolderExport",
     "HuggingFaceNames",
     "HuggingFaceWeights",
-    "Kind",
-    "ModelTable",
-    "NameRow",
     "convert",
     "described_by_module",
     "described_by_state",

@@ -14,7 +14,8 @@ import torch
 from lightning_ptdp.base.requirements import import_optional
 from lightning_ptdp.base.untrusted import hub_blobs, read_json, regular_size
 from lightning_ptdp.checkpoint import CheckpointError, TensorReader, files, read_state
-from lightning_ptdp.checkpoint.safetensors_file import open_safetensors
+from lightning_ptdp.checkpoint.remote_path import PathLike
+from lightning_ptdp.checkpoint.tensor_files import open_safetensors
 from lightning_ptdp.exchange.state_dict_files import write_converted
 from lightning_ptdp.exchange.tokenizers import tokenizer_files
 from lightning_ptdp.models.adapters import ALL_LINEAR, LoraOptions, as_lora
@@ -42,8 +43,8 @@ def base_of_adapters(state: Mapping[str, Any]) -> str | None:
 
 
 def to_adapters(
-    source: str | os.PathLike[str],
-    destination: str | os.PathLike[str],
+    source: PathLike,
+    destination: PathLike,
     *,
     dtype: torch.dtype | None = None,
 ) -> None:
@@ -90,14 +91,14 @@ def to_adapters(
 
 
 def merge_adapters(
-    source: str | os.PathLike[str],
-    destination: str | os.PathLike[str],
+    source: PathLike,
+    destination: PathLike,
     *,
-    base: str | os.PathLike[str] | None = None,
+    base: PathLike | None = None,
     dtype: torch.dtype | None = None,
     shard_bytes: int,
 ) -> None:
-    """Write a whole Hugging Face folder, with the adapters merged into their base weights.
+    """Write a Hugging Face folder of the model, with the adapters merged into the base weights.
 
     The process holds the whole model in memory.
 
@@ -164,13 +165,7 @@ _UNSUPPORTED = (
     "target_parameters",
     "layer_replication",
 )
-_WRAPPED = (
-    ".lora_A.",
-    ".lora_B.",
-    ".lora_embedding_A",
-    ".lora_embedding_B",
-    ".lora_magnitude_vector",
-)
+_OF_ADAPTER = re.compile(r"\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)(?=\.|$)")
 
 
 def is_adapter_folder(path: Path) -> bool:
@@ -188,50 +183,44 @@ def read_adapter_folder(path: Path) -> tuple[dict[str, Any], dict[str, torch.Ten
             LoRA's.
     """
     linked = hub_blobs(path)
+    file = path / ADAPTER_FILE
     try:
         regular_size(path / ADAPTER_WEIGHTS, linked=linked)
-        config = read_json(path / ADAPTER_FILE, linked=linked)
+        config = read_json(file, linked=linked)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read as adapters: {error}") from error
     if not isinstance(config, dict):
-        raise CheckpointError(f"{path / ADAPTER_FILE} must be a JSON object")
+        raise CheckpointError(f"{file} must be a JSON object")
     base_model = config.get("base_model_name_or_path")
     if not isinstance(base_model, str) or not base_model:
-        raise CheckpointError(
-            f"{path / ADAPTER_FILE} names no base model (base_model_name_or_path)"
-        )
+        raise CheckpointError(f"{file} names no base model (base_model_name_or_path)")
+    unsupported = [f"{name} is not supported" for name in _UNSUPPORTED if config.get(name)]
     if config.get("peft_type") != "LORA" or config.get("bias", "none") != "none":
-        raise CheckpointError(
-            f"{path / ADAPTER_FILE}: peft_type={config.get('peft_type')!r} with "
-            f"bias={config.get('bias')!r} is not supported, only LoRA without biases. Merge "
-            "these adapters with peft (merge_and_unload), and use the merged model"
+        unsupported.insert(
+            0,
+            f"peft_type={config.get('peft_type')!r} with bias={config.get('bias')!r} is not "
+            "supported, only LoRA without biases",
         )
-    for name in _UNSUPPORTED:
-        if config.get(name):
-            raise CheckpointError(
-                f"{path / ADAPTER_FILE}: {name} is not supported. Merge these adapters with "
-                "peft (merge_and_unload), and use the merged model"
-            )
-    adapter = _options(path, config)
+    if unsupported:
+        raise CheckpointError(
+            f"{file}: {unsupported[0]}. Merge these adapters with peft (merge_and_unload), and "
+            "use the merged model"
+        )
+    targets = config.get("target_modules")
+    options = {name: config[key] for key, name in _OPTIONS.items() if key in config}
+    try:
+        adapter = LoraOptions(
+            target_modules=targets if isinstance(targets, str) else tuple(targets or ()),
+            modules_to_save=tuple(config.get("modules_to_save") or ()),
+            **options,
+        )
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{file}: {error}") from error
     tensors = {
         _module_name(name, adapter): value.clone()
         for name, value in open_safetensors(path / ADAPTER_WEIGHTS).items()
     }
     return {"path": base_model, "adapter": adapter}, tensors
-
-
-def _options(path: Path, config: Mapping[str, Any]) -> LoraOptions:
-    targets = config.get("target_modules")
-    saved_modules = config.get("modules_to_save") or ()
-    options = {name: config[key] for key, name in _OPTIONS.items() if key in config}
-    try:
-        return LoraOptions(
-            target_modules=targets if isinstance(targets, str) else tuple(targets or ()),
-            modules_to_save=tuple(saved_modules),
-            **options,
-        )
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"{path / ADAPTER_FILE}: {error}") from error
 
 
 def _module_name(name: str, adapter: LoraOptions) -> str:
@@ -241,10 +230,8 @@ def _module_name(name: str, adapter: LoraOptions) -> str:
     ``model.h.q_proj.lora_A.default.weight``.
     """
     short = "model." + name.removeprefix(_THEIRS)
-    for part in _WRAPPED:
-        head, separator, tail = short.partition(part)
-        if separator:
-            return f"{head}{part.rstrip('.')}.default" + (f".{tail}" if tail else "")
+    if _OF_ADAPTER.search(short):
+        return _OF_ADAPTER.sub(r"\g<0>.default", short)
     owner, _, leaf = short.rpartition(".")
     if any(owner.endswith(module) for module in adapter.modules_to_save):
         return f"{owner}.modules_to_save.default.{leaf}"

@@ -6,7 +6,6 @@ Names and shapes are checked before the export, and logits after it.
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +17,7 @@ from lightning_ptdp.base.checked_json import Json
 from lightning_ptdp.base.errors import listed
 from lightning_ptdp.base.requirements import import_optional
 from lightning_ptdp.checkpoint import CheckpointError, TensorReader, read_full
+from lightning_ptdp.checkpoint.remote_path import PathLike
 from lightning_ptdp.exchange.model_folder import read_config
 from lightning_ptdp.exchange.name_tables import Model
 from lightning_ptdp.exchange.tensor_views import views_in_files
@@ -81,10 +81,12 @@ def check_architecture(
         key for key in expected if key not in stored and tied.get(key, key) not in present
     )
     unknown = sorted(stored.keys() - expected.keys())
-    if missing or unknown:
-        parts = [f"lacks {_listed(missing)}"] * bool(missing) + [
-            f"has the unknown {_listed(unknown)}"
-        ] * bool(unknown)
+    parts = []
+    if missing:
+        parts.append(f"lacks {_listed(missing)}")
+    if unknown:
+        parts.append(f"has the unknown {_listed(unknown)}")
+    if parts:
         raise CheckpointError(
             f"{source} does not fit {name}: it {' and '.join(parts)}. Nothing was written. "
             "First merge adapters into the weights, or name the configuration and the prefix "
@@ -100,15 +102,15 @@ def check_architecture(
 
 
 def verify_huggingface(
-    source: str | os.PathLike[str],
-    folder: str | os.PathLike[str],
+    source: PathLike,
+    folder: PathLike,
     *,
     prefix: str,
     model: Model | None,
 ) -> str:
     """Load an exported folder as its users do, and compare it with the checkpoint.
 
-    The comparison needs memory for two whole models.
+    The comparison needs memory for two full models.
 
     Args:
         source: The checkpoint folder.

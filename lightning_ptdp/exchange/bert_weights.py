@@ -8,6 +8,7 @@ for the order of two sentences.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Literal
 
 from lightning_ptdp.base.checked_json import one_of
@@ -95,35 +96,33 @@ def _written(config: BertConfig) -> dict[str, object]:
     }
 
 
-def _family(
-    model_type: str,
-    architecture: str,
-    norm_order: Literal["post", "pre"],
-    rows: tuple[NameRow, ...],
-) -> ModelTable:
-    return ModelTable(
-        model_type=model_type,
-        architecture=architecture,
-        rows=_ROWS + rows,
-        fields=_FIELDS,
-        base="bert.",
-        # Files may repeat tied tensors: the decoder's weight is the embedding's, and its bias is
-        # the head's.
-        ignored=(r"\.position_ids$", r"^cls\.predictions\.decoder\."),
-        tied={"masked_head.decoder.weight": "embeddings.token.weight"},
-        hf_tied={
-            "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
-            "cls.predictions.decoder.bias": "cls.predictions.bias",
-        },
-        older={"gamma": "weight", "beta": "bias"},
-        build=Bert,
-        make=BertConfig.original if norm_order == "post" else BertConfig.megatron,
-        config_class=BertConfig,
-        choices={"norm_order": norm_order},
-        fixed=_FIXED,
-        written=_written,
-    )
-
-
-BERT = _family("bert", "BertForPreTraining", "post", _POST_ROWS)
-MEGATRON_BERT = _family("megatron-bert", "MegatronBertForPreTraining", "pre", _PRE_ROWS)
+BERT = ModelTable(
+    model_type="bert",
+    architecture="BertForPreTraining",
+    rows=_ROWS + _POST_ROWS,
+    fields=_FIELDS,
+    base="bert.",
+    # Files may repeat tied tensors: the decoder's weight is the embedding's, and its bias is the
+    # head's.
+    ignored=(r"\.position_ids$", r"^cls\.predictions\.decoder\."),
+    tied={"masked_head.decoder.weight": "embeddings.token.weight"},
+    hf_tied={
+        "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+        "cls.predictions.decoder.bias": "cls.predictions.bias",
+    },
+    older={"gamma": "weight", "beta": "bias"},
+    build=Bert,
+    make=BertConfig.original,
+    config_class=BertConfig,
+    choices={"norm_order": "post"},
+    fixed=_FIXED,
+    written=_written,
+)
+MEGATRON_BERT = replace(
+    BERT,
+    model_type="megatron-bert",
+    architecture="MegatronBertForPreTraining",
+    rows=_ROWS + _PRE_ROWS,
+    make=BertConfig.megatron,
+    choices={"norm_order": "pre"},
+)

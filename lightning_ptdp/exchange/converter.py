@@ -5,10 +5,10 @@ The source's kind follows from its content, and the result's kind from names unl
 
 from __future__ import annotations
 
-import os
 import tempfile
 import zipfile
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -23,11 +23,11 @@ from lightning_ptdp.checkpoint import (
 )
 from lightning_ptdp.checkpoint.local_copies import readable, send
 from lightning_ptdp.checkpoint.metadata import METADATA_FILE
-from lightning_ptdp.checkpoint.remote_path import RemotePath, located
+from lightning_ptdp.checkpoint.remote_path import PathLike, RemotePath, located
 from lightning_ptdp.exchange.adapter_weights import base_of_adapters, merge_adapters, to_adapters
 from lightning_ptdp.exchange.export import SHARD_BYTES, to_huggingface
-from lightning_ptdp.exchange.huggingface import Names, from_huggingface
 from lightning_ptdp.exchange.model_folder import reads_as_huggingface
+from lightning_ptdp.exchange.native_models import Names, from_huggingface
 from lightning_ptdp.exchange.state_dict_files import (
     as_folder,
     from_state_dict,
@@ -45,7 +45,7 @@ _MARKERS: Mapping[Kind, str] = {
 _STATE_DICTS = (".pt", ".pth", ".bin", ".safetensors")
 
 
-def kind_of(path: str | os.PathLike[str]) -> Kind:
+def kind_of(path: PathLike) -> Kind:
     """Return the kind of the file or folder at ``path``.
 
     Raises:
@@ -69,8 +69,8 @@ def kind_of(path: str | os.PathLike[str]) -> Kind:
 
 
 def kind_of_result(
-    source: str | os.PathLike[str],
-    destination: str | os.PathLike[str],
+    source: PathLike,
+    destination: PathLike,
     *,
     to: Kind | None = None,
     merge: bool = False,
@@ -83,13 +83,11 @@ def kind_of_result(
     """
     source = readable(source)
     kind = kind_of(source)
-    state = (
-        read_state(source)
-        if kind == "checkpoint"
-        else open_state_dict(source)[1]
-        if kind == "lightning"
-        else {}
-    )
+    state: Mapping[str, Any] = {}
+    if kind == "checkpoint":
+        state = read_state(source)
+    elif kind == "lightning":
+        state = open_state_dict(source)[1]
     target_kind = to or _wanted(kind, Path(destination), PARAMETER_NAMES in state)
     if target_kind not in get_args(Kind):
         raise CheckpointError(f"to={target_kind!r} must be one of {list(get_args(Kind))}")
@@ -131,13 +129,13 @@ def kind_of_result(
 
 
 def convert(  # noqa: PLR0913
-    source: str | os.PathLike[str],
-    destination: str | os.PathLike[str],
+    source: PathLike,
+    destination: PathLike,
     *,
     to: Kind | None = None,
     names: Names = "ptdp",
     prefix: str | None = None,
-    config: str | os.PathLike[str] | None = None,
+    config: PathLike | None = None,
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
     merge: bool = False,
@@ -180,22 +178,25 @@ def convert(  # noqa: PLR0913
     kind = kind_of(source)
     target_kind = kind_of_result(source, destination, to=to, merge=merge)
     files.check_apart(destination, [] if config is None else [config])
-    options: Any = {
-        "prefix": prefix,
-        "config": config,
-        "dtype": dtype,
-        "shard_bytes": shard_bytes,
-        "merge": merge,
-    }
+    convert_again = partial(
+        convert,
+        to=target_kind,
+        names=names,
+        prefix=prefix,
+        config=config,
+        dtype=dtype,
+        shard_bytes=shard_bytes,
+        merge=merge,
+    )
     target = located(destination)
     if isinstance(target, RemotePath) and target_kind != "checkpoint":
         with tempfile.TemporaryDirectory(prefix="ptdp-") as scratch:
-            convert(source, Path(scratch) / target.name, to=target_kind, names=names, **options)
+            convert_again(source, Path(scratch) / target.name)
             send(Path(scratch) / target.name, target)
         return target_kind
     if kind == "lightning" and target_kind != "checkpoint":
-        with as_folder(source, beside=destination) as folder:
-            return convert(folder, destination, to=target_kind, **options)
+        with as_folder(source, target=destination) as folder:
+            return convert_again(folder, destination)
     if kind == "huggingface":
         from_huggingface(
             source, destination, names=names, prefix="model." if prefix is None else prefix

@@ -22,7 +22,8 @@ from lightning_ptdp.checkpoint import (
     same_outcome,
 )
 from lightning_ptdp.checkpoint.local_copies import readable
-from lightning_ptdp.checkpoint.local_rectangles import Held, check_held, share_out
+from lightning_ptdp.checkpoint.local_rectangles import Held, check_held, choose_writers
+from lightning_ptdp.checkpoint.remote_path import PathLike
 from lightning_ptdp.checkpoint.save_agreement import from_rank_zero, gather, is_rank_zero, own_rank
 from lightning_ptdp.exchange.architecture import verify_huggingface
 from lightning_ptdp.exchange.export_content import (
@@ -38,10 +39,10 @@ SHARD_BYTES = 5_000_000_000
 
 
 def to_huggingface(
-    source: str | os.PathLike[str],
-    destination: str | os.PathLike[str],
+    source: PathLike,
+    destination: PathLike,
     *,
-    config: str | os.PathLike[str] | None = None,
+    config: PathLike | None = None,
     prefix: str | None = None,
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
@@ -78,10 +79,10 @@ def to_huggingface(
 
 
 def verify_export(
-    source: str | os.PathLike[str],
-    folder: str | os.PathLike[str],
+    source: PathLike,
+    folder: PathLike,
     *,
-    config: str | os.PathLike[str] | None = None,
+    config: PathLike | None = None,
     prefix: str | None = None,
 ) -> str:
     """Verify a folder that ``to_huggingface`` wrote with the same arguments.
@@ -92,7 +93,7 @@ def verify_export(
     Raises:
         CheckpointError: The folder and the checkpoint differ.
     """
-    with as_folder(source, beside=folder) as stored:
+    with as_folder(source, target=folder) as stored:
         if prefix is None:
             prefix = common_prefix(
                 {name.removeprefix(MODEL) for name in TensorReader(stored).metadata.names(MODEL)}
@@ -196,13 +197,13 @@ class FolderExport:
         items = from_rank_zero(lambda: items)
         with same_outcome(self._doing):
             plan = FolderPlan.of(items, shard_bytes=self.shard_bytes)
-        assigned = share_out(held)[own_rank()]
+        assigned = choose_writers(held)[own_rank()]
         return plan, [
             rectangle for rectangle in rectangles if (rectangle.name, rectangle.place) in assigned
         ]
 
 
-def _described(source: str | os.PathLike[str], config: str | os.PathLike[str] | None) -> Described:
+def _described(source: PathLike, config: PathLike | None) -> Described:
     if config is None:
         return described_by_state(read_state(source))
     return described_by_folder(Path(readable(config)))

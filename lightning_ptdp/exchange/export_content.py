@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,9 +17,9 @@ from lightning_ptdp.base.checked_json import Json
 from lightning_ptdp.checkpoint import CheckpointError, TensorEntry
 from lightning_ptdp.exchange.architecture import check_architecture
 from lightning_ptdp.exchange.export_writer import Item
-from lightning_ptdp.exchange.known_models import model_of_hyper_parameters
 from lightning_ptdp.exchange.model_folder import CONFIG_FILE, read_config
 from lightning_ptdp.exchange.name_tables import Model
+from lightning_ptdp.exchange.native_models import model_of_hyper_parameters
 from lightning_ptdp.exchange.state_dict_files import common_prefix, converted
 from lightning_ptdp.exchange.tensor_views import View, views_in_files
 from lightning_ptdp.exchange.tokenizers import tokenizer_files, tokenizer_of
@@ -70,30 +70,32 @@ class Described:
         """
         names = {name.removeprefix(MODEL) for name in entries if name.startswith(MODEL)}
         prefix = common_prefix(names) if prefix is None else prefix
-        if not any(name.startswith(prefix) for name in names):
+        beginning = MODEL + prefix
+        stored = {
+            name.removeprefix(beginning): entry
+            for name, entry in entries.items()
+            if name.startswith(beginning)
+        }
+        if not stored:
             raise CheckpointError(
                 f"{source} has no tensor whose name starts with {prefix!r}; it has "
                 f"{sorted(names)[:_SHOWN]}"
             )
-        if self.ours is not None:
-            # ``_our_items`` has compared the tensors with the native model; transformers adds a
-            # second check.
-            items = dict(_our_items(self.ours, entries, prefix, dtype, source))
+        if self.ours is None:
+            shapes = {name: entry.shape for name, entry in stored.items()}
+            architecture = check_architecture(self.config, shapes, source, self.kind)
+            views = dict(sorted(views_in_files(architecture, shapes).items()))
+        else:
+            views = _views_of_native(self.ours, stored, prefix, source)
+            # The native model has been compared; transformers adds a second check.
             if find_spec("transformers") is not None:
-                check_architecture(
-                    self.config,
-                    {name: item.entry.shape for name, item in items.items()},
-                    source,
-                    in_files=True,
-                )
-            return items
-        shapes = {
-            name.removeprefix(prefix): entries[MODEL + name].shape
-            for name in names
-            if name.startswith(prefix)
-        }
-        views = views_in_files(check_architecture(self.config, shapes, source, self.kind), shapes)
-        return {name: _item(entries, prefix, views[name], dtype) for name in sorted(views)}
+                shapes = {name: view.shape for name, view in views.items()}
+                check_architecture(self.config, shapes, source, in_files=True)
+        items = {}
+        for name, view in views.items():
+            entry = TensorEntry(shape=view.shape, dtype=converted(stored[view.name].dtype, dtype))
+            items[name] = Item(stored=beginning + view.name, view=view, entry=entry)
+        return items
 
     def files(self, items: Mapping[str, Item]) -> dict[str, bytes]:
         """Return all files except those of the tensors: name -> content."""
@@ -167,39 +169,28 @@ def described_by_module(model: Any, state: Mapping[str, Any]) -> Described:
     return Described(config=config, documents=documents, kind=type(model))
 
 
-def _our_items(
-    model: Model,
-    entries: Mapping[str, TensorEntry],
-    prefix: str,
-    dtype: torch.dtype | None,
-    source: str,
-) -> Iterator[tuple[str, Item]]:
-    shapes = model.shapes(stored=len(entries))
-    expected = {f"{MODEL}{prefix}{name}" for name in (*shapes, *model.aliases)}
-    if unexpected := sorted(
-        name for name in entries if name.startswith(f"{MODEL}{prefix}") and name not in expected
-    ):
+def _views_of_native(
+    model: Model, stored: Mapping[str, TensorEntry], prefix: str, source: str
+) -> dict[str, View]:
+    """Return the parts of a native model's tensors by their Hugging Face names.
+
+    Raises:
+        CheckpointError: The stored tensors are not those of the model.
+    """
+    shapes = model.shapes(stored=len(stored))
+    if unexpected := sorted(stored.keys() - shapes.keys() - model.aliases.keys()):
         raise CheckpointError(
-            f"{source} has {unexpected[0].removeprefix(MODEL)!r}, which the model of its "
+            f"{source} has {prefix + unexpected[0]!r}, which the model of its "
             "hyperparameters does not have. First merge adapters into the weights"
         )
     for name, shape in shapes.items():
-        if f"{MODEL}{prefix}{name}" not in entries:
+        if name not in stored:
             raise CheckpointError(
                 f"{source} has no {prefix + name!r}, which the model of its hyperparameters has"
             )
-        if (actual := tuple(entries[f"{MODEL}{prefix}{name}"].shape)) != shape:
+        if stored[name].shape != shape:
             raise CheckpointError(
-                f"{source}: {prefix + name!r} has the shape {actual}, but its hyperparameters "
-                f"need {shape}"
+                f"{source}: {prefix + name!r} has the shape {stored[name].shape}, but its "
+                f"hyperparameters need {shape}"
             )
-    for hf_name, view in model.views(shapes):
-        yield hf_name, _item(entries, prefix, view, dtype)
-
-
-def _item(
-    entries: Mapping[str, TensorEntry], prefix: str, view: View, dtype: torch.dtype | None
-) -> Item:
-    stored = f"{MODEL}{prefix}{view.name}"
-    entry = TensorEntry(shape=view.shape, dtype=converted(entries[stored].dtype, dtype))
-    return Item(stored=stored, view=view, entry=entry)
+    return dict(model.views(shapes))

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_ptdp.checkpoint import CheckpointError, LocalRectangle, TensorEntry, files
-from lightning_ptdp.checkpoint.safetensors_file import header_of
 from lightning_ptdp.checkpoint.stored_tensor import as_bytes, runs
+from lightning_ptdp.checkpoint.tensor_files import header_of
 from lightning_ptdp.exchange.model_folder import INDEX_FILE, ONE_FILE
 from lightning_ptdp.exchange.tensor_views import View
 

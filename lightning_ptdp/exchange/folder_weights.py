@@ -5,7 +5,6 @@ Each rank reads its own part directly from the folder, without converting it to 
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,6 +23,7 @@ from lightning_ptdp.checkpoint import (
     rectangles_of,
 )
 from lightning_ptdp.checkpoint.local_rectangles import Tensors, check_cover
+from lightning_ptdp.checkpoint.remote_path import PathLike
 from lightning_ptdp.checkpoint.stored_tensor import StoredTensor, read_stored
 from lightning_ptdp.exchange.model_folder import list_huggingface
 from lightning_ptdp.exchange.tensor_views import View, views_in_files
@@ -32,7 +32,7 @@ from lightning_ptdp.shims.transformers import ignored_names
 
 _SHOWN = 8
 Parts = Sequence[tuple[StoredTensor, View]]
-"""The stored tensors that make up a tensor, each with its part of the whole."""
+"""The stored tensors that make up a tensor, each with its part of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class HuggingFaceNames:
         own_base: The same attribute, if this model has no head. A folder stores its names without
             the attribute, or with it if the folder's model has a head.
         aliases: Name of a tied tensor -> the name of the tensor that it is tied to.
-        wrapped: Name of a tensor in the model -> its present names, inside an adapter's wrapper.
+        wrapped: Name of a tensor in the model -> its current names, inside an adapter's wrapper.
         known: Names of the tensors of the module that this rank holds.
         ignored: Regular expressions of names to leave out, unless they are in ``known``.
         views: Name in the files -> the corresponding part of a model's tensor, if the name or the
@@ -77,21 +77,19 @@ class HuggingFaceNames:
         for file_name, value in stored.items():
             name = (added + file_name).removeprefix(removed)
             shape = value.entry.shape
-            view = self.views.get(name, View.whole(name, shape))
+            view = self.views.get(name, View.full(name, shape))
             if view.shape != shape:
-                # A whole view keeps the stored shape, which the later comparison of shapes rejects.
-                view = View.whole(view.name, shape)
+                # A full view keeps the stored shape, which the later comparison of shapes rejects.
+                view = View.full(view.name, shape)
             for current_name in self.wrapped.get(view.name, (view.name,)):
                 full_name = self.prefix + current_name
                 if full_name in self.known or not any(
                     re.search(pattern, full_name) for pattern in self.ignored
                 ):
                     parts.setdefault(full_name, []).append((value, view))
-        tied = {self.aliases[name]: part for name, part in parts.items() if name in self.aliases}
-        return {
-            **tied,
-            **{name: part for name, part in parts.items() if name not in self.aliases},
-        }
+        # A tensor's own entry replaces that of its alias.
+        aliases_first = sorted(parts, key=lambda name: name not in self.aliases)
+        return {self.aliases.get(name, name): parts[name] for name in aliases_first}
 
 
 def _any_begins(names: Iterable[str], prefix: str) -> bool:
@@ -105,7 +103,7 @@ class HuggingFaceWeights:
     stored: Mapping[str, Parts]
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str], names: HuggingFaceNames) -> HuggingFaceWeights:
+    def open(cls, path: PathLike, names: HuggingFaceNames) -> HuggingFaceWeights:
         """Open the folder ``path`` with the names of a module that wraps the model.
 
         Each name has the prefix ``model/``.
@@ -290,11 +288,11 @@ def _views(model: nn.Module) -> dict[str, View]:
     views = views_in_files(
         full_model, {name: tuple(value.shape) for name, value in full_model.state_dict().items()}
     )
-    return {name: view for name, view in views.items() if view != View.whole(name, view.shape)}
+    return {name: view for name, view in views.items() if view != View.full(name, view.shape)}
 
 
 def _wrapped(names: Iterable[str]) -> dict[str, list[str]]:
-    """Return the names that peft has moved: original name -> present names.
+    """Return the names that peft has moved: original name -> current names.
 
     A layer with an adapter contains the original layer. A module that is trained together with the
     adapters occurs twice.

@@ -110,7 +110,7 @@ def _gate_up(config: GPTConfig) -> tuple[int, int]:
 _ATTENTION = "model.layers.*.self_attn"
 _MLP = "model.layers.*.mlp"
 _MOE = "model.layers.*.block_sparse_moe"
-_BESIDE = (
+_COMMON = (
     NameRow("wte", "model.embed_tokens"),
     NameRow("blocks.*.norm_1", "model.layers.*.input_layernorm"),
     NameRow(
@@ -214,7 +214,7 @@ def _written_with_experts(config: GPTConfig) -> dict[str, object]:
 LLAMA = ModelTable(
     model_type="llama",
     architecture="LlamaForCausalLM",
-    rows=(*_BESIDE, *_DENSE),
+    rows=(*_COMMON, *_DENSE),
     fields=(
         *SIZES,
         *_FIELDS,
@@ -237,7 +237,7 @@ MIXTRAL = replace(
     LLAMA,
     model_type="mixtral",
     architecture="MixtralForCausalLM",
-    rows=(*_BESIDE, *_MIXTURE),
+    rows=(*_COMMON, *_MIXTURE),
     fields=(
         *(one for one in SIZES if one.ours != "ffn_hidden_size"),
         Field("ffn_hidden_size", "intermediate_size", SIZE, written="expert_size"),

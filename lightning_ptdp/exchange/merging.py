@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ptdp.checkpoint import CheckpointError, LocalRectangle, rectangles_of
-from lightning_ptdp.parameters.placement import Piece, Placement
+from lightning_ptdp.parameters.placement import Piece, Placement, Shape
 from lightning_ptdp.shims.peft import adapters_of, copies_of, plain_name, replaced_by
 
 _BASE = "base_layer.weight"
@@ -91,16 +91,16 @@ def _sum(
     weight: Tensor,
     piece: Piece,
     pairs: list[tuple[Tensor, Tensor, float, bool]],
-    offset: tuple[int, ...],
-    shape: tuple[int, ...],
+    offset: Shape,
+    shape: Shape,
 ) -> Tensor:
-    """Return a rectangle of the whole weight with the adapters added.
+    """Return a rectangle of the full weight with the adapters added.
 
     Args:
         weight: The local weight.
         piece: The piece of the weight that contains the rectangle.
         pairs: B, A, scale and ``fan_in_fan_out`` of each adapter.
-        offset: Offset of the rectangle in the whole weight.
+        offset: Offset of the rectangle in the full weight.
         shape: Shape of the rectangle.
     """
     begins = [

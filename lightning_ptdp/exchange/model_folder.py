@@ -12,9 +12,9 @@ from lightning_ptdp.base.checked_json import Json, flag, optional, record, text
 from lightning_ptdp.base.errors import listed
 from lightning_ptdp.base.untrusted import hub_blobs, read_json, regular_size
 from lightning_ptdp.checkpoint import CheckpointError, reading
-from lightning_ptdp.checkpoint.remote_path import located
-from lightning_ptdp.checkpoint.safetensors_file import list_safetensors
+from lightning_ptdp.checkpoint.remote_path import PathLike, located
 from lightning_ptdp.checkpoint.stored_tensor import StoredTensor
+from lightning_ptdp.checkpoint.tensor_files import list_safetensors
 from lightning_ptdp.models.pretrained_config import check_quantization, check_sizes
 from lightning_ptdp.models.pretrained_folder import CONFIG_FILE, INDEX_FILE, ONE_FILE, weight_map
 
@@ -22,7 +22,7 @@ _SHOWN = 3
 _ANY_MODEL = record(others=True, model_type=optional(text()), tie_word_embeddings=optional(flag))
 
 
-def reads_as_huggingface(path: str | os.PathLike[str]) -> bool:
+def reads_as_huggingface(path: PathLike) -> bool:
     """Return True for a Hugging Face folder: a configuration beside safetensors."""
     place = located(path)
     if not isinstance(place, Path):

@@ -13,7 +13,7 @@ native one::
     theirs  model.layers.3.self_attn.k_proj.weight
 
 An option of both configurations is a ``Field``. To add a model, write a module with a ``ModelTable``
-beside ``gpt_weights.py`` and ``bert_weights.py``, and add the family to ``known_models.py``.
+beside ``gpt_weights.py`` and ``bert_weights.py``, and add the family to ``native_models.py``.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from lightning_ptdp.base.checked_json import Check, Json, integer, number, optio
 from lightning_ptdp.checkpoint import CheckpointError
 from lightning_ptdp.exchange.tensor_views import View
 from lightning_ptdp.models.model_config import TransformerConfig
+from lightning_ptdp.parameters.placement import Shape
 from lightning_ptdp.parameters.rectangle import Rectangle
 
 _MOST_EXTENT = 1 << 28
@@ -80,7 +81,7 @@ class NameRow:
         return (self.theirs,) if isinstance(self.theirs, str) else self.theirs
 
     def views(
-        self, name: str, shape: tuple[int, ...], config: object, *, block: str
+        self, name: str, shape: Shape, config: object, *, block: str
     ) -> Iterator[tuple[str, View]]:
         """Yield the Hugging Face names of the parts of a native tensor, and the parts.
 
@@ -166,7 +167,7 @@ class ModelTable:
             lacks.
         written: Function from the native configuration to the options written beside ``fields``. It
             raises a CheckpointError that names an option that the Hugging Face model lacks.
-        older: Names of weights and biases in older Hugging Face files: old name -> present name.
+        older: Names of weights and biases in older Hugging Face files: old name -> current name.
     """
 
     model_type: str
@@ -217,7 +218,7 @@ class ModelTable:
         return any(re.search(pattern, theirs) for pattern in self.ignored)
 
     def renamed(self, theirs: str) -> str:
-        """Return the present name of a tensor of an older Hugging Face file."""
+        """Return the current name of a tensor of an older Hugging Face file."""
         module, _, kind = theirs.rpartition(".")
         return f"{module}.{self.older.get(kind, kind)}"
 
@@ -243,7 +244,7 @@ class Model:
         named = {"architectures": [self.family.architecture], "model_type": self.family.model_type}
         return {**named, **options, **self.family.written(self.config)}
 
-    def views(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, View]]:
+    def views(self, shapes: Mapping[str, Shape]) -> Iterator[tuple[str, View]]:
         """Yield the Hugging Face names of native tensors, each with its part of such a tensor.
 
         Args:
@@ -262,7 +263,7 @@ class Model:
         """Return the tied native names: alias -> stored name."""
         return dict(self.family.tied) if getattr(self.config, "tie_embeddings", True) else {}
 
-    def shapes(self, *, stored: int | None = None) -> dict[str, tuple[int, ...]]:
+    def shapes(self, *, stored: int | None = None) -> dict[str, Shape]:
         """Return the shapes of the stored native tensors by name.
 
         Raises:

@@ -22,18 +22,21 @@ from lightning_ptdp.checkpoint import (
     CheckpointError,
     CheckpointMetadata,
     FileEntry,
+    InMemory,
     LocalRectangle,
-    TensorEntry,
     TensorReader,
     files,
-    read_full,
     with_types,
     write_checkpoint,
 )
 from lightning_ptdp.checkpoint.local_copies import readable
-from lightning_ptdp.checkpoint.remote_path import Place
-from lightning_ptdp.checkpoint.safetensors_file import open_safetensors, write_safetensors
-from lightning_ptdp.checkpoint.torch_file import load_saved
+from lightning_ptdp.checkpoint.remote_path import PathLike, Place
+from lightning_ptdp.checkpoint.single_file import file_to_write, save_synced
+from lightning_ptdp.checkpoint.tensor_files import (
+    load_saved,
+    open_safetensors,
+    write_safetensors,
+)
 
 _SAFETENSORS = ".safetensors"
 # Entries of a Lightning checkpoint that another run can use. Loops and callbacks are left out,
@@ -51,7 +54,7 @@ _KEPT = (
 
 
 def open_state_dict(
-    path: str | os.PathLike[str],
+    path: PathLike,
 ) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
     """Return the tensors of a file, memory-mapped, and the metadata of a Lightning checkpoint.
 
@@ -75,7 +78,7 @@ def open_state_dict(
     return state, with_types(metadata, file, types="keep")
 
 
-def file_metadata(path: str | os.PathLike[str]) -> CheckpointMetadata:
+def file_metadata(path: PathLike) -> CheckpointMetadata:
     """Return the metadata of a single file, like ``read_metadata`` for a folder.
 
     No tensor is read.
@@ -100,16 +103,13 @@ def file_metadata(path: str | os.PathLike[str]) -> CheckpointMetadata:
             "aliases": aliases,
         },
         packages={"lightning": str(metadata.get("pytorch-lightning_version", "unknown"))},
-        tensors={
-            name: TensorEntry(shape=tuple(value.shape), dtype=value.dtype)
-            for name, value in values.items()
-        },
+        tensors=InMemory(values).tensors,
         files={file.name: FileEntry(size=stat.st_size)},
         created=stat.st_mtime,
     )
 
 
-def verify_file(path: str | os.PathLike[str]) -> CheckpointMetadata:
+def verify_file(path: PathLike) -> CheckpointMetadata:
     """Verify every byte of a single file against the checksums that ``torch.save`` wrote.
 
     Returns:
@@ -127,14 +127,14 @@ def verify_file(path: str | os.PathLike[str]) -> CheckpointMetadata:
 
 
 @contextmanager
-def as_folder(source: str | os.PathLike[str], *, beside: str | os.PathLike[str]) -> Iterator[Place]:
+def as_folder(source: PathLike, *, target: PathLike) -> Iterator[Place]:
     """Return a context with a checkpoint folder that has the weights of ``source``.
 
     The folder is ``source`` itself, or a temporary conversion of a single file.
 
     Args:
         source: A checkpoint folder, or a Lightning ``.ckpt`` file.
-        beside: The temporary folder has the same parent as this path, whose file system must have
+        target: The temporary folder has the same parent as this path, whose file system must have
             room for it.
 
     Raises:
@@ -144,16 +144,14 @@ def as_folder(source: str | os.PathLike[str], *, beside: str | os.PathLike[str])
     if not isinstance(place, Path) or not place.is_file():
         yield place
         return
-    parent = Path(os.path.abspath(beside)).parent
+    parent = Path(os.path.abspath(target)).parent
     parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".ptdp-", dir=parent) as scratch:
         from_state_dict(place, Path(scratch) / place.name)
         yield Path(scratch) / place.name
 
 
-def from_state_dict(
-    source: str | os.PathLike[str], destination: str | os.PathLike[str], *, prefix: str = ""
-) -> None:
+def from_state_dict(source: PathLike, destination: PathLike, *, prefix: str = "") -> None:
     """Write a checkpoint with the values of a single file, bit for bit.
 
     Args:
@@ -170,7 +168,7 @@ def from_state_dict(
     tensors, state = open_state_dict(source)
     tied = _tied(tensors)
     rectangles = [
-        LocalRectangle.whole(f"model/{prefix}{name}", value)
+        LocalRectangle.full(f"model/{prefix}{name}", value)
         for name, value in tensors.items()
         if name not in tied
     ]
@@ -196,8 +194,8 @@ def _tied(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
 
 
 def to_state_dict(
-    source: str | os.PathLike[str],
-    destination: str | os.PathLike[str],
+    source: PathLike,
+    destination: PathLike,
     *,
     prefix: str = "",
     dtype: torch.dtype | None = None,
@@ -217,9 +215,7 @@ def to_state_dict(
         CheckpointError: The checkpoint is damaged, or no name begins with ``prefix``.
     """
     reader = TensorReader(source)
-    target = Path(os.path.abspath(destination))
-    if target.is_dir():
-        raise CheckpointError(f"{target} is a folder. Give the path of the file to write")
+    target = file_to_write(destination)
     stored = reader.model_names()
     names = {
         name.removeprefix(prefix): full for name, full in stored.items() if name.startswith(prefix)
@@ -232,16 +228,12 @@ def to_state_dict(
         if target.suffix == _SAFETENSORS:
             write_converted(part, reader, names, dtype)
         else:
-            weights = read_full(source)
-            values = {name: weights[full.removeprefix("model/")] for name, full in names.items()}
-            with files.open_synced(part) as stream:
-                torch.save(
-                    {
-                        name: value.to(converted(value.dtype, dtype))
-                        for name, value in values.items()
-                    },
-                    stream,
-                )
+            weights = reader.read_all(set(names.values()))
+            content = {
+                name: weights[full].to(converted(weights[full].dtype, dtype))
+                for name, full in names.items()
+            }
+            save_synced(content, part)
 
 
 def write_converted(

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from lightning_ptdp.parameters.placement import Shape
 from lightning_ptdp.parameters.rectangle import Rectangle
 from lightning_ptdp.shims.transformers import as_in_files
 
@@ -31,17 +32,17 @@ class View:
 
     name: str
     place: Rectangle
-    dims: tuple[int, ...]
+    dims: Shape
 
     @classmethod
-    def whole(cls, name: str, shape: tuple[int, ...]) -> View:
-        """Return the view of a whole tensor."""
+    def full(cls, name: str, shape: Shape) -> View:
+        """Return the view of a full tensor."""
         return cls(
             name=name, place=Rectangle.at((0,) * len(shape), shape), dims=tuple(range(len(shape)))
         )
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Shape:
         """Return the shape of the file's tensor."""
         return tuple(self.place.shape[dim] for dim in self.dims)
 
@@ -58,7 +59,7 @@ class View:
         return values.permute(*unit_dims, *self.dims)[(0,) * len(unit_dims)]
 
 
-def views_in_files(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, View]:
+def views_in_files(model: Any, shapes: Mapping[str, Shape]) -> dict[str, View]:
     """Return the tensors that ``save_pretrained`` writes, as parts of the model's tensors.
 
     The result is keyed by the names in the files. If one tensor is not a rectangle of a model's
@@ -86,20 +87,17 @@ def views_in_files(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[st
     }
     views: dict[str, View] = {}
     for stored, value in as_in_files(model, tensors).items():
-        if value.untyped_storage().nbytes() != flat.untyped_storage().nbytes():
-            views.clear()
-            break
         first = int(value.storage_offset())
         index = bisect_right(begins, first) - 1
         view = _view(names[index], shapes[names[index]], first - begins[index], value)
-        if view is None:
-            views.clear()
-            break
+        is_copy = value.untyped_storage().nbytes() != flat.untyped_storage().nbytes()
+        if view is None or is_copy:
+            return {name: View.full(own, shapes[own]) for name, own in model_names.items()}
         views[stored] = view
-    return views or {stored: View.whole(name, shapes[name]) for stored, name in model_names.items()}
+    return views
 
 
-def _view(name: str, shape: tuple[int, ...], first: int, value: torch.Tensor) -> View | None:
+def _view(name: str, shape: Shape, first: int, value: torch.Tensor) -> View | None:
     """Return the view of a contiguous tensor that ``value`` is, or None if not a rectangle.
 
     Args:

@@ -186,7 +186,7 @@ def tokenizer_folder(state: Mapping[str, object]) -> str | None:
     """Return the prepared folder that a checkpoint's data module names, if it does.
 
     A relative path is relative to the working directory of the training. If that does not exist
-    here, it is relative to the present one.
+    here, it is relative to the current one.
     """
     options = state.get("datamodule_hyper_parameters")
     corpora = options.get("corpora") if isinstance(options, Mapping) else None

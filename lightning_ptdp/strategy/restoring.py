@@ -33,7 +33,7 @@ from lightning_ptdp.checkpoint import (
 from lightning_ptdp.checkpoint.latest import OnDamage, is_folder_of_checkpoints
 from lightning_ptdp.checkpoint.remote_path import Place, located
 from lightning_ptdp.checkpoint.save_agreement import gather, is_rank_zero, own_rank
-from lightning_ptdp.checkpoint.torch_file import load_saved
+from lightning_ptdp.checkpoint.tensor_files import load_saved
 from lightning_ptdp.exchange import (
     HuggingFaceNames,
     HuggingFaceWeights,

@@ -139,11 +139,11 @@ class FolderSaves:
             done = _nothing
         if self.in_background:
             if self._saver is None:
-                self._saver = BackgroundSaver(limit=limit, keeper=self.keeper, group=self.group)
+                self._saver = BackgroundSaver(limit=limit, folders=self.keeper, group=self.group)
             self._saver.save(target, tensors=tensors, state=state, metadata=metadata, then=done)
         else:
             save_checkpoint(
-                target, tensors=tensors, state=state, metadata=metadata, keeper=self.keeper
+                target, tensors=tensors, state=state, metadata=metadata, folders=self.keeper
             )
             done()
 

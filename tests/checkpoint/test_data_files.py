@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lightning_ptdp.checkpoint import CheckpointError, data_files, files
+from lightning_ptdp.checkpoint import CheckpointError, TensorEntry, data_files, files
 from lightning_ptdp.checkpoint.checksums import (
     BLOCK,
     open_summed,
@@ -19,7 +19,7 @@ from lightning_ptdp.checkpoint.checksums import (
 from lightning_ptdp.checkpoint.data_files import pieces_of, write_data_file
 from lightning_ptdp.checkpoint.local_rectangles import LocalRectangle
 from lightning_ptdp.checkpoint.remote_path import RemotePath, each
-from lightning_ptdp.checkpoint.stored_tensor import read_rectangle, rows_at_once
+from lightning_ptdp.checkpoint.stored_tensor import StoredTensor, read_rectangle, rows_at_once
 from tests.checkpoint.layouts import save
 from tests.fake_cuda import fake_cuda
 
@@ -48,7 +48,7 @@ def written(tmp_path_factory):
     """Write all tensors to one file; return name -> (tensor, byte where its values begin)."""
     path = tmp_path_factory.mktemp("data") / "x.safetensors"
     tensors = {name: make() for name, make in TENSORS.items()}
-    stored, _ = write_data_file(path, [LocalRectangle.whole(*item) for item in tensors.items()])
+    stored, _ = write_data_file(path, [LocalRectangle.full(*item) for item in tensors.items()])
     return path, {name: (tensors[name], one.begin) for name, one in stored}
 
 
@@ -79,20 +79,15 @@ def test_data_file_is_read_by_safetensors_and_package(written, name):
     assert torch.equal(_bytes(found), _bytes(tensor))
     target = torch.zeros_like(tensor, memory_format=torch.contiguous_format)
     with _opened(path) as file:
-        read_rectangle(
-            file,
-            target,
-            begin=begin,
-            dtype=tensor.dtype,
-            shape=tensor.shape,
-            offset=(0,) * tensor.dim(),
-        )
+        entry = TensorEntry(shape=tuple(tensor.shape), dtype=tensor.dtype)
+        stored = StoredTensor(file=path, begin=begin, entry=entry)
+        read_rectangle(file, stored, LocalRectangle.full(name, target))
     assert torch.equal(_bytes(target), _bytes(tensor))
 
 
 def test_header_of_many_tensors_is_checksummed_in_blocks(tmp_path):
     path = tmp_path / "x.safetensors"
-    tensors = [LocalRectangle.whole(f"model/{'long' * 20}.{n}", torch.ones(1)) for n in range(2000)]
+    tensors = [LocalRectangle.full(f"model/{'long' * 20}.{n}", torch.ones(1)) for n in range(2000)]
     write_data_file(path, tensors)
     with _opened(path) as file:
         file.check()
@@ -108,7 +103,7 @@ def test_checksums_are_crc32_of_each_block(written):
 
 def test_large_tensors_begin_at_block_boundaries(tmp_path):
     sizes = {"bias": 7, "odd": 300_001, "weight": 8 * BLOCK, "small": 5}
-    tensors = [LocalRectangle.whole(name, torch.zeros(size)) for name, size in sizes.items()]
+    tensors = [LocalRectangle.full(name, torch.zeros(size)) for name, size in sizes.items()]
     stored, _ = write_data_file(tmp_path / "x.safetensors", tensors)
     begins = {name: one.begin for name, one in stored}
     assert begins["weight"] % BLOCK == begins["odd"] % BLOCK == 0
@@ -119,7 +114,7 @@ def test_large_tensors_begin_at_block_boundaries(tmp_path):
 @pytest.mark.parametrize("at", [0, 5, BLOCK - 1, BLOCK, 3 * BLOCK + 7, -1])
 def test_damaged_byte_is_found_in_its_block(tmp_path, at):
     path = tmp_path / "x.safetensors"
-    write_data_file(path, [LocalRectangle.whole("w", torch.randn(3, 7001))])
+    write_data_file(path, [LocalRectangle.full("w", torch.randn(3, 7001))])
     content = bytearray(path.read_bytes())
     content[at] ^= 1
     path.write_bytes(content)

@@ -27,18 +27,20 @@ HOUR, DAY = 3600.0, 86400.0
 CLOCK = time.time
 
 
-def _save(path, step, keeper=None):
+def _save(path, step, folders=None):
     tensors = replicated({"w": torch.full((5,), float(step))})
-    save_checkpoint(path, tensors=tensors, state={}, metadata={"global_step": step}, keeper=keeper)
+    save_checkpoint(
+        path, tensors=tensors, state={}, metadata={"global_step": step}, folders=folders
+    )
     return path
 
 
 @pytest.mark.parametrize("of_one_training", [True, False])
 def test_order_ignores_clock_changes_between_saves(tmp_path, monkeypatch, of_one_training):
-    keeper = SaveFolders() if of_one_training else None
+    folders = SaveFolders() if of_one_training else None
     for step, offset in enumerate((0.0, -HOUR, DAY, -DAY, -DAY)):
         monkeypatch.setattr(time, "time", lambda offset=offset: CLOCK() + offset)
-        newest = _save(tmp_path / f"{9 - step}.ckpt", step, keeper)
+        newest = _save(tmp_path / f"{9 - step}.ckpt", step, folders)
         assert newest_checkpoint(tmp_path) == newest
     assert [read_metadata(path).run["global_step"] for path in complete_checkpoints(tmp_path)] == [
         4,

@@ -16,7 +16,7 @@ from lightning_ptdp.checkpoint import (
     LocalRectangle,
     rectangles_of,
 )
-from lightning_ptdp.checkpoint.local_rectangles import Held, share_out
+from lightning_ptdp.checkpoint.local_rectangles import Held, choose_writers
 from lightning_ptdp.exchange import (
     FolderExport,
     convert,
@@ -110,8 +110,8 @@ def test_parallel_export_equals_export_of_checkpoint(pool, tmp_path):
 
 def test_ranks_write_balanced_shares():
     ranks = [[Held.of(one) for one in _part(LLAMA, rank)] for rank in range(4)]
-    shares = share_out(ranks)
-    assert shares == share_out(ranks)
+    shares = choose_writers(ranks)
+    assert shares == choose_writers(ranks)
     written = Counter(what for share in shares for what in share)
     assert written.keys() == {(one.name, one.place) for rank in ranks for one in rank}
     assert set(written.values()) == {1}
@@ -189,7 +189,7 @@ def test_failing_rank_fails_all_ranks_and_keeps_folder(how, words, pool, tmp_pat
 
 def test_uncreatable_folder_is_refused_before_export(tmp_path):
     (tmp_path / "file").write_text("")
-    whole = [LocalRectangle.whole(name, value) for name, value in _whole(LLAMA).items()]
+    whole = [LocalRectangle.full(name, value) for name, value in _whole(LLAMA).items()]
     with pytest.raises(CheckpointError, match=r"exporting .*file/out failed: .*Error"):
         _export(tmp_path / "file" / "out", LLAMA).check(whole)
 

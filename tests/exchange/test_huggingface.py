@@ -21,7 +21,7 @@ from lightning_ptdp.exchange import (
     to_huggingface,
     verify_export,
 )
-from lightning_ptdp.exchange.known_models import model_of_hyper_parameters
+from lightning_ptdp.exchange.native_models import model_of_hyper_parameters
 from lightning_ptdp.models import LitGPT
 from lightning_ptdp.models.model_config import GPTConfig
 from tests.checkpoint.layouts import save, shard

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lightning_ptdp.checkpoint import CheckpointError, TensorEntry
-from lightning_ptdp.checkpoint.safetensors_file import list_safetensors
+from lightning_ptdp.checkpoint.tensor_files import list_safetensors
 from lightning_ptdp.exchange import open_safetensors, write_safetensors
 
 TENSORS = {

@@ -273,7 +273,7 @@ def test_exported_tensors_match_save_pretrained(name, tmp_path, monkeypatch):
 
 def _halves(name, value):
     """Yield the parts of a tensor whose last dimension is split over two ranks."""
-    whole = LocalRectangle.whole(name, value)
+    whole = LocalRectangle.full(name, value)
     middle = (*whole.place.end[:-1], value.shape[-1] // 2) if value.dim() else ()
     hole = Rectangle(whole.place.begin, middle)
     yield whole.within(hole)
