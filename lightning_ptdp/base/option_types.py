@@ -1,7 +1,7 @@
 """Type checks of options, based on their annotations.
 
-All dataclasses and functions with options for users share one check. ``check_integer`` and
-``check_fraction`` check the numbers whose range an annotation cannot say.
+All dataclasses and functions with options for users share one check. ``check_integer``,
+``check_fraction`` and ``check_writable_folder`` check what an annotation cannot say.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ import difflib
 import functools
 import inspect
 import math
+import os
 import reprlib
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Real
+from pathlib import Path
 from typing import (
     Annotated,
     Any,
@@ -241,3 +243,24 @@ def check_fraction(name: str, value: float, *, note: str = "") -> None:
     """Raise ValueError, naming the field, unless 0 < ``value`` <= 0.5."""
     if not 0 < value <= 0.5:
         raise ValueError(f"{name}={value!r} must be greater than 0 and at most 0.5{note}")
+
+
+def check_writable_folder(folder: Path, what: str) -> None:
+    """Check that ``folder`` can be written or made.
+
+    Args:
+        folder: The folder, which need not exist.
+        what: Field and value, for the message.
+
+    Raises:
+        ValueError: The nearest existing parent is a file or is not writable.
+    """
+    existing = folder
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir():
+        raise ValueError(
+            f"{what}: {existing} is a file, so no folder can be created there. Give another folder"
+        )
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ValueError(f"{what}: {existing} is not writable. Give a folder with write permission")

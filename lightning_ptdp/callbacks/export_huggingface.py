@@ -12,8 +12,7 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_ptdp.base.option_types import Size, check_arguments
-from lightning_ptdp.base.writable_folder import check_writable_folder
+from lightning_ptdp.base.option_types import Size, check_arguments, check_writable_folder
 from lightning_ptdp.callbacks.artifacts import mlflow_loggers
 from lightning_ptdp.checkpoint import files
 from lightning_ptdp.checkpoint.local_copies import readable

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightning_ptdp.base.writable_folder import check_writable_folder
+from lightning_ptdp.base.option_types import check_writable_folder
 from lightning_ptdp.cli.failures import UserError
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_ptdp.base.errors import one_line
+from lightning_ptdp.base.option_types import check_writable_folder
 from lightning_ptdp.base.requirements import import_optional
-from lightning_ptdp.base.writable_folder import check_writable_folder
 from lightning_ptdp.cli.command_line import add_dtype_argument, dtype_of
 from lightning_ptdp.cli.failures import UserError
 

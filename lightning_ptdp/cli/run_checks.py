@@ -15,7 +15,7 @@ from typing import Any, TypeGuard
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
-from lightning_ptdp.base.writable_folder import check_writable_folder
+from lightning_ptdp.base.option_types import check_writable_folder
 from lightning_ptdp.callbacks.artifacts import checkpoint_dirs
 from lightning_ptdp.callbacks.step_metrics import replicas
 from lightning_ptdp.checkpoint import (

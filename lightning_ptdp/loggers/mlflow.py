@@ -25,7 +25,7 @@ from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_ptdp.base.data_record import DatasetRecord
-from lightning_ptdp.base.writable_folder import check_writable_folder
+from lightning_ptdp.base.option_types import check_writable_folder
 from lightning_ptdp.loggers.background_writer import (
     BackgroundWriter,
     append_metrics,

@@ -16,8 +16,7 @@ from pathlib import Path
 from urllib.parse import quote, unquote, urlsplit
 
 from lightning_ptdp.base.errors import PTDPError
-from lightning_ptdp.base.option_types import nearest
-from lightning_ptdp.base.writable_folder import check_writable_folder
+from lightning_ptdp.base.option_types import check_writable_folder, nearest
 
 _SCHEMES = (
     "http",
