@@ -16,6 +16,7 @@ from threading import Lock
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_ptdp.checkpoint.checksums import BLOCK, DATA_SUFFIX, SUMS_SUFFIX, summing
 from lightning_ptdp.checkpoint.index import StoredRectangle
@@ -238,7 +239,7 @@ def _entry(rectangle: LocalRectangle) -> TensorEntry:
 _STAGED = 32 << 20  # bytes that a GPU copies at a time: enough for the speed of its bus
 
 
-def pieces_of(values: torch.Tensor) -> Iterator[memoryview]:
+def pieces_of(values: Tensor) -> Iterator[memoryview]:
     """Yield the values row by row; every piece but the last ends where a block ends.
 
     A piece is valid until the next one is requested.
@@ -265,19 +266,19 @@ def pieces_of(values: torch.Tensor) -> Iterator[memoryview]:
         yield as_bytes(part)
 
 
-def _cut(values: torch.Tensor) -> Iterator[memoryview]:
+def _cut(values: Tensor) -> Iterator[memoryview]:
     content = as_bytes(values)
     for begin in range(0, len(content), PIECE):
         yield content[begin : begin + PIECE]
 
 
-def _staged(values: torch.Tensor, count: int) -> Iterator[torch.Tensor]:
+def _staged(values: Tensor, count: int) -> Iterator[Tensor]:
     """Yield ``count`` rows of a GPU's tensor at a time, while it copies the next ones.
 
     Rows are valid until the next ones are requested. There are two buffers in page-locked memory.
     """
-    shape, buffers = (min(count, len(values)), *values.shape[1:]), list[torch.Tensor]()
-    pending: torch.Tensor | None = None
+    shape, buffers = (min(count, len(values)), *values.shape[1:]), list[Tensor]()
+    pending: Tensor | None = None
     event = torch.cuda.Event()
     for index, rows in enumerate(values.split(count)):
         if len(buffers) < 2:

@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import NamedTuple
 
-import torch
+from torch import Tensor
 
 from lightning_ptdp.checkpoint.metadata import TensorEntry
 from lightning_ptdp.checkpoint.save_agreement import CheckpointError
 from lightning_ptdp.parameters.placement import Placement, Shape
 from lightning_ptdp.parameters.rectangle import Rectangle
 
-Tensors = Mapping[str, tuple[torch.Tensor, Placement]]
+Tensors = Mapping[str, tuple[Tensor, Placement]]
 _STRIPS = (8, 4, 2)
 _STRIP_BYTES = 1 << 20
 
@@ -38,11 +38,11 @@ class LocalRectangle:
     name: str
     full_shape: Shape
     offset: Shape
-    values: torch.Tensor
-    read: Callable[[Shape, Shape], torch.Tensor] | None = None
+    values: Tensor
+    read: Callable[[Shape, Shape], Tensor] | None = None
 
     @classmethod
-    def full(cls, name: str, values: torch.Tensor) -> LocalRectangle:
+    def full(cls, name: str, values: Tensor) -> LocalRectangle:
         """Return the rectangle of a full tensor."""
         return cls(
             name=name, full_shape=tuple(values.shape), offset=(0,) * values.dim(), values=values
@@ -75,7 +75,7 @@ class LocalRectangle:
             last = min(first + rows, end[0])
             yield self.within(Rectangle((first, *begin[1:]), (last, *end[1:])))
 
-    def to_write(self) -> torch.Tensor:
+    def to_write(self) -> Tensor:
         """Return the values, on any device and with any strides."""
         return (
             self.values if self.read is None else self.read(self.offset, tuple(self.values.shape))

@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_ptdp.checkpoint.metadata import TensorEntry
@@ -25,7 +27,7 @@ from lightning_ptdp.checkpoint.remote_path import PathLike
 from lightning_ptdp.checkpoint.save_agreement import CheckpointError, same_outcome
 from lightning_ptdp.parameters.placement import Placement
 
-Names = Mapping[torch.nn.Parameter, str]
+Names = Mapping[Parameter, str]
 Group = dict[str, Any]
 """Hyperparameters of a parameter group by name.
 
@@ -35,6 +37,8 @@ Group = dict[str, Any]
 History = dict[int, Any]
 """An optimizer's state that belongs to all parameters together, as in its ``state_dict``."""
 
+_EmptyState = tuple[Parameter, str, Tensor, Placement]
+"""A parameter, the key of one of its states, the tensor to fill, and the tensor's placement."""
 _NUMBER = ":number"
 # These options select how this machine computes the update; they do not change the update. When a
 # checkpoint is loaded, the optimizer keeps its own values.
@@ -47,8 +51,8 @@ def optimizer_tensors(
     names: Names,
     placements: Mapping[str, Placement],
     index: int = 0,
-    extra: Mapping[torch.nn.Parameter, Mapping[str, torch.Tensor]] | None = None,
-) -> dict[str, tuple[torch.Tensor, Placement]]:
+    extra: Mapping[Parameter, Mapping[str, Tensor]] | None = None,
+) -> dict[str, tuple[Tensor, Placement]]:
     """Return this rank's optimizer state for :func:`save_checkpoint`.
 
     Args:
@@ -72,7 +76,7 @@ def optimizer_tensors(
             key, value = _as_tensor(key, value)
             place = placements[name]
             problem = ""
-            if not isinstance(key, str) or "/" in key or not isinstance(value, torch.Tensor):
+            if not isinstance(key, str) or "/" in key or not isinstance(value, Tensor):
                 problem = f"is a {type(value).__name__}"
             elif value.shape != parameter.shape:
                 if value.dim() > 0 and not _holds_all(place):
@@ -135,8 +139,7 @@ def optimizer_groups(optimizer: Optimizer, names: Names) -> list[Group]:
     groups = []
     for group in optimizer.param_groups:
         values = {
-            key: value.cpu() if isinstance(value, torch.Tensor) else value
-            for key, value in group.items()
+            key: value.cpu() if isinstance(value, Tensor) else value for key, value in group.items()
         }
         # The user's names have the same content, and would differ between ranks.
         values.pop("param_names", None)
@@ -285,7 +288,7 @@ def _by_name(
         for group, params in zip(saved, names, strict=True)
         for i, name in zip(group["params"], params, strict=True)
     }
-    values: dict[str, torch.Tensor] = {}
+    values: dict[str, Tensor] = {}
     for index, entries in state["state"].items():
         if not isinstance(entries, Mapping) or index not in by_index:
             raise CheckpointError(
@@ -293,7 +296,7 @@ def _by_name(
             )
         for key, value in entries.items():
             key, value = _as_tensor(key, value)
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, Tensor):
                 values[f"{_prefix(0)}{key}/{by_index[index]}"] = value
     groups = [{**group, "params": list(params)} for group, params in zip(saved, names, strict=True)]
     return InMemory(values), groups
@@ -311,7 +314,7 @@ def _prefix(index: int) -> str:
     return f"optimizer/{index}/"
 
 
-def _named(optimizer: Optimizer, names: Names) -> dict[torch.nn.Parameter, str]:
+def _named(optimizer: Optimizer, names: Names) -> dict[Parameter, str]:
     """Return the optimizer's parameters with their names, in its order.
 
     Every state must belong to one of these parameters.
@@ -339,7 +342,7 @@ def _empty_states(
     named: Names,
     placements: Mapping[str, Placement],
     index: int,
-) -> dict[str, tuple[torch.nn.Parameter, str, torch.Tensor, Placement]]:
+) -> dict[str, _EmptyState]:
     """Return parameter, state key, tensor to fill and position of this rank's stored states.
 
     The result is keyed by the names in the checkpoint.
@@ -351,7 +354,7 @@ def _empty_states(
         if group.get("capturable") or group.get("fused")
         for parameter in group["params"]
     }
-    states: dict[str, tuple[torch.nn.Parameter, str, torch.Tensor, Placement]] = {}
+    states: dict[str, _EmptyState] = {}
     for full_name in sorted(name for name in stored if name.startswith(_prefix(index))):
         key, _, name = full_name.removeprefix(_prefix(index)).partition("/")
         if name not in parameters:
@@ -402,24 +405,19 @@ def _restore_group(group: Group, saved: Group) -> None:
             continue
         current = group.get(key)
         # A captured or compiled step reads this very tensor.
-        if isinstance(current, torch.Tensor):
+        if isinstance(current, Tensor):
             current.fill_(value)
         else:
             group[key] = (
-                value.item()
-                if isinstance(current, float) and isinstance(value, torch.Tensor)
-                else value
+                value.item() if isinstance(current, float) and isinstance(value, Tensor) else value
             )
 
 
 def _equal(left: object, right: object) -> bool:
-    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
         return torch.equal(left, right)
-    return (
-        not isinstance(left, torch.Tensor)
-        and not isinstance(right, torch.Tensor)
-        and bool(left == right)
-    )
+    has_tensor = isinstance(left, Tensor) or isinstance(right, Tensor)
+    return not has_tensor and bool(left == right)
 
 
 def _holds_all(placement: Placement) -> bool:

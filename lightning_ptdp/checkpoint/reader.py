@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from lightning_ptdp.base.errors import listed
 from lightning_ptdp.checkpoint.checksums import SummedFile, open_summed
@@ -58,7 +59,7 @@ class TensorReader:
 
     def read(
         self, name: str, *, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return a tensor by its global name, on the CPU in its stored dtype.
 
         Without ``offset`` and ``shape``, the full tensor is returned, else the rectangle of
@@ -97,7 +98,7 @@ class TensorReader:
         aliases = self.metadata.aliases.items()
         return stored | {alias: stored[name] for alias, name in aliases if name in stored}
 
-    def read_all(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+    def read_all(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return full tensors by their global names, as :meth:`read` does.
 
         They are read in the order of storage.
@@ -188,7 +189,7 @@ class InMemory:
         tensors: Shapes and dtypes of the tensors.
     """
 
-    def __init__(self, values: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, values: Mapping[str, Tensor]) -> None:
         self._values = values
         self.tensors = {
             name: TensorEntry(shape=tuple(value.shape), dtype=value.dtype)
@@ -302,7 +303,7 @@ def _check(entries: Mapping[str, TensorEntry], tensors: Tensors, *, strict: bool
     return missing
 
 
-def _convertible(entry: TensorEntry, tensor: torch.Tensor) -> bool:
+def _convertible(entry: TensorEntry, tensor: Tensor) -> bool:
     """Return True if the dtypes can be converted: float to float, or integer to integer.
 
     A conversion of fractions to integers would be a silent error.

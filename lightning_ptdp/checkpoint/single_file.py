@@ -258,7 +258,7 @@ def read_whole(
     }
 
 
-def read_full(path: PathLike, prefix: str = MODEL) -> dict[str, torch.Tensor]:
+def read_full(path: PathLike, prefix: str = MODEL) -> dict[str, Tensor]:
     """Return the full tensors whose global names begin with ``prefix``; not collective.
 
     The tensors are on the CPU, and their names lack the prefix. With the model's prefix, the result

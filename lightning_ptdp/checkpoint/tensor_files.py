@@ -21,6 +21,7 @@ from typing import IO, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from lightning_ptdp.base.checked_json import Misfit
 from lightning_ptdp.base.untrusted import parse_json, regular_size
@@ -81,7 +82,7 @@ def list_safetensors(path: PathLike) -> dict[str, StoredTensor]:
     }
 
 
-def open_safetensors(path: PathLike) -> dict[str, torch.Tensor]:
+def open_safetensors(path: PathLike) -> dict[str, Tensor]:
     """Return the tensors of a file by name, memory-mapped.
 
     The values are read from the disk when they are used. They must not be written to.
@@ -149,7 +150,7 @@ def header_of(
 def write_safetensors(
     path: Path,
     entries: Mapping[str, TensorEntry],
-    read: Callable[[str], torch.Tensor],
+    read: Callable[[str], Tensor],
     *,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
@@ -251,7 +252,7 @@ def _check_tensors(content: object, size: int) -> None:
         if id(value) in seen:
             continue
         seen.add(id(value))
-        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+        if isinstance(value, Tensor) and value.layout is torch.strided:
             sizes[value.data_ptr(), value.shape, value.stride()] = value.nbytes
         elif isinstance(value, dict):
             stack += [*value, *value.values()]

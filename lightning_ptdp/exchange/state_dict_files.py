@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from lightning_ptdp.checkpoint import (
     PARAMETER_NAMES,
@@ -55,7 +56,7 @@ _KEPT = (
 
 def open_state_dict(
     path: PathLike,
-) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
+) -> tuple[dict[str, Tensor], dict[str, object]]:
     """Return the tensors of a file, memory-mapped, and the metadata of a Lightning checkpoint.
 
     Raises:
@@ -70,7 +71,7 @@ def open_state_dict(
     if not isinstance(state, dict) or not state:
         raise CheckpointError(f"{file} contains a {type(state).__name__} instead of a state dict")
     for name, value in state.items():
-        if not isinstance(name, str) or not isinstance(value, torch.Tensor):
+        if not isinstance(name, str) or not isinstance(value, Tensor):
             raise CheckpointError(
                 f"{file} is not a state dict: {name!r:.80} is a {type(value).__name__}"
             )
@@ -93,9 +94,7 @@ def file_metadata(path: PathLike) -> CheckpointMetadata:
     for number, optimizer in enumerate(load_saved(file).get("optimizer_states", ())):
         for index, entries in optimizer["state"].items():
             named = {f"optimizer/{number}/{key}/{index}": value for key, value in entries.items()}
-            values |= {
-                name: value for name, value in named.items() if isinstance(value, torch.Tensor)
-            }
+            values |= {name: value for name, value in named.items() if isinstance(value, Tensor)}
     stat = file.stat()
     return CheckpointMetadata(
         run={
@@ -181,7 +180,7 @@ def from_state_dict(source: PathLike, destination: PathLike, *, prefix: str = ""
     write_checkpoint(destination, rectangles=rectangles, state=state, metadata=metadata)
 
 
-def _tied(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+def _tied(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Return the further names of tensors that share their memory -> the first name."""
     aliases: dict[str, str] = {}
     first: dict[object, str] = {}

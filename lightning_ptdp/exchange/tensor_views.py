@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightning_ptdp.parameters.placement import Shape
 from lightning_ptdp.parameters.rectangle import Rectangle
@@ -53,7 +54,7 @@ class View:
         )
         return Rectangle(begin, end)
 
-    def turned(self, values: torch.Tensor) -> torch.Tensor:
+    def turned(self, values: Tensor) -> Tensor:
         """Return a view of ``values`` of the model's tensor in the file's order of dimensions."""
         unit_dims = [dim for dim in range(values.dim()) if dim not in self.dims]
         return values.permute(*unit_dims, *self.dims)[(0,) * len(unit_dims)]
@@ -97,7 +98,7 @@ def views_in_files(model: Any, shapes: Mapping[str, Shape]) -> dict[str, View]:
     return views
 
 
-def _view(name: str, shape: Shape, first: int, value: torch.Tensor) -> View | None:
+def _view(name: str, shape: Shape, first: int, value: Tensor) -> View | None:
     """Return the view of a contiguous tensor that ``value`` is, or None if not a rectangle.
 
     Args:
