@@ -75,7 +75,7 @@ class MemoryFolder:
         state = os.lstat(_home())
         if state.st_uid != os.getuid() or _home().is_symlink():
             raise CheckpointError(f"{_home()} belongs to another user. Remove it")
-        # Another process would take a folder without a lock for abandoned.
+        # To another process, a folder without a lock looks abandoned.
         with one_at_a_time(_home(), limit_s=_TURN_S):
             for other in _home().iterdir():
                 if files.kind_of(other) == "gone" or _is_abandoned(other):

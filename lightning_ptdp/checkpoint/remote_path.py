@@ -265,7 +265,10 @@ def check_address(argument: object) -> None:
 def each(
     place: Place, function: Callable[[S], T], items: Iterable[S], *, threads: int = 1
 ) -> list[T]:
-    """Return the results of a function, called in ``threads`` or, in object storage, in several."""
+    """Return the results of a function for all items.
+
+    The calls run in ``threads`` threads or, in object storage, in up to eight.
+    """
     listed = list(items)
     count = min(len(listed), _AT_ONCE if isinstance(place, RemotePath) else threads)
     if count < 2:
