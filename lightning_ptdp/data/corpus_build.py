@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from lightning_ptdp.base.option_types import Count, Size, check_fraction, check_integer
+from lightning_ptdp.base.option_types import Count, Size, check_integer
 from lightning_ptdp.data.corpus import Corpus, Document, ReadReport
 from lightning_ptdp.data.data_error import CorpusError, TokenizerError
 from lightning_ptdp.data.file_pieces import FilePiece, grouped
@@ -83,15 +83,10 @@ class PrepareConfig(Corpus, Preparation):
     form = "text"
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        Corpus.__post_init__(self)
+        Preparation.__post_init__(self)
         if not str(self.output):
             raise ValueError("output='' (data_dir) must be the path of a folder")
-        if "://" in str(self.output):
-            raise ValueError(
-                f"output={str(self.output)!r} is a URL. Give a local folder, and copy it to "
-                "the store afterwards. To train on data in a store, set remote to its URL and "
-                "data_dir to a local folder for the copy"
-            )
         symbols = self.control_symbols
         if not all(symbols) or len(set(symbols)) < len(symbols):
             raise ValueError(
@@ -107,7 +102,6 @@ class PrepareConfig(Corpus, Preparation):
             )
         check_integer("chunk_tokens", self.chunk_tokens, least=2, most=1 << 29)
         check_integer("document_bytes", self.document_bytes, least=1 << 10)
-        check_fraction("validation_fraction", self.validation_fraction)
 
     @property
     def settings(self) -> dict[str, Any]:

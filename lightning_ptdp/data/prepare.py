@@ -79,6 +79,12 @@ class Preparation(ABC):
     def __post_init__(self) -> None:
         check_types(self)
         check_fraction("validation_fraction", self.validation_fraction)
+        if "://" in str(self.output):
+            raise ValueError(
+                f"output={str(self.output)!r} is a URL. Give a local folder, and copy it to "
+                "the store afterwards. To train on data in a store, set remote to its URL and "
+                "data_dir to a local folder for the copy"
+            )
 
     @property
     @abstractmethod

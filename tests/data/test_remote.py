@@ -8,6 +8,7 @@ import shutil
 import pytest
 
 from lightning_ptdp.data import PrepareConfig, StoreError, TextDataModule
+from lightning_ptdp.data.chat_build import ChatConfig
 from lightning_ptdp.data.datamodule import fetch
 from tests.data.folders import contents, flip, listed, with_manifest
 
@@ -119,6 +120,7 @@ def test_data_module_copies_instead_of_preparing(prepared, tmp_path):
     assert len(data.train_dataloader()) > 0
 
 
-def test_url_as_output_is_refused(tmp_path):
+@pytest.mark.parametrize("config", [PrepareConfig, ChatConfig])
+def test_url_as_output_is_refused(config):
     with pytest.raises(ValueError, match=r"output='s3://bucket/tokens' is a URL.*remote"):
-        PrepareConfig(output="s3://bucket/tokens")
+        config(output="s3://bucket/tokens")
