@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from lightning_ptdp.base.option_types import (
     check_fraction,
     check_integer,
 )
+from lightning_ptdp.checkpoint.files import sha256
 from lightning_ptdp.data.data_error import StoreError
 from lightning_ptdp.data.datamodule import TextDataModule
 from lightning_ptdp.data.manifest import Manifest, SplitName
@@ -32,7 +32,7 @@ from lightning_ptdp.data.pairs import (
     number_to_predict,
     replace_tokens,
 )
-from lightning_ptdp.data.stream import IGNORE_INDEX, PADDING, SampleStream
+from lightning_ptdp.data.stream import IGNORE_INDEX, PADDING, Batch, SampleStream
 from lightning_ptdp.data.tokenizer import Tokenizer
 
 
@@ -65,7 +65,8 @@ class BertDataModule(TextDataModule):
         check_arguments(BertDataModule.__init__, locals())
         super().__init__(**kwargs)
         check_options(sequence_length=self.sequence_length, mask_probability=mask_probability)
-        self.pairs, self.mask_probability = pairs, mask_probability
+        self.pairs = pairs
+        self.mask_probability = mask_probability
 
     def _stream(self, split: SplitName, max_samples: int | None = None) -> SampleStream:
         return BertStream(
@@ -135,7 +136,9 @@ class BertStream(SampleStream):
     ) -> None:
         check_arguments(BertStream.__init__, locals())
         check_options(sequence_length=sequence_length, mask_probability=mask_probability)
-        self.pairs, self.mask_probability, self.seed = pairs, mask_probability, seed
+        self.pairs = pairs
+        self.mask_probability = mask_probability
+        self.seed = seed
         self._room = sequence_length - _SPECIAL
         self.num_predictions = number_to_predict(self._room, mask_probability)
         manifest = Manifest.read(folder)
@@ -162,7 +165,7 @@ class BertStream(SampleStream):
             sequence_length=sequence_length,
             max_samples=max_samples,
             # The samples differ from those of a TokenStream over the same files.
-            fingerprint=hashlib.sha256(f"{manifest.fingerprint(split)} pairs".encode()).hexdigest(),
+            fingerprint=sha256(f"{manifest.fingerprint(split)} pairs".encode()),
         )
 
     def __getitems__(self, visits: Sequence[int]) -> np.ndarray:
@@ -177,17 +180,20 @@ class BertStream(SampleStream):
             ]
         )
 
-    def as_batch(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
+    def as_batch(self, rows: np.ndarray) -> Batch:
         """Split rows into int64 tensors.
 
         ``input_ids``, ``token_type_ids``, ``attention_mask`` and ``labels`` have shape (b, s),
         ``masked_positions`` has (b, k) and ``next_sentence_label`` has (b,).
         """
-        s, k = self.sequence_length, self.num_predictions
+        s = self.sequence_length
+        k = self.num_predictions
         ids, labels, positions, facts = (
             torch.from_numpy(rows).long().split((s, s, k, _FACTS), dim=1)
         )
-        indices, first_end, second_end = torch.arange(s), facts[:, 0:1], facts[:, 1:2]
+        indices = torch.arange(s)
+        first_end = facts[:, 0:1]
+        second_end = facts[:, 1:2]
         return {
             "input_ids": ids.contiguous(),
             "token_type_ids": ((indices >= first_end) & (indices < second_end)).long(),
@@ -200,7 +206,7 @@ class BertStream(SampleStream):
     def _row(self, epoch: int, sample: int) -> np.ndarray:
         draws = Draws(self.seed, "bert sample", epoch, sample)
         other_window = (
-            self._window(self._elsewhere(sample, draws)) if self.pairs == "next" else None
+            self._window(self._other_window(sample, draws)) if self.pairs == "next" else None
         )
         vocab = self._vocabulary
         first, second, label = draw_pair(
@@ -210,7 +216,8 @@ class BertStream(SampleStream):
             np.int32
         )
         # A word never continues from one segment into the next. [CLS] and [SEP] are not words.
-        first_end, length = len(first) + 2, len(tokens)
+        first_end = len(first) + 2
+        length = len(tokens)
         starts = np.concatenate(
             (
                 1 + vocab.word_starts(first),
@@ -222,7 +229,8 @@ class BertStream(SampleStream):
         is_word = starts != first_end - 1
         budget = number_to_predict(length - _SPECIAL, self.mask_probability)
         chosen = choose_words(starts[is_word], sizes[is_word], budget=budget, draws=draws)
-        row, s = self._padding(), self.sequence_length
+        row = self._padding()
+        s = self.sequence_length
         ids, labels, positions, facts = np.split(row, np.cumsum((s, s, self.num_predictions)))
         ids[:length] = tokens
         labels[chosen] = tokens[chosen]
@@ -236,7 +244,8 @@ class BertStream(SampleStream):
 
         Its three tokens can be attended to, because a softmax over nothing is NaN.
         """
-        vocab, s = self._vocabulary, self.sequence_length
+        vocab = self._vocabulary
+        s = self.sequence_length
         row = np.full(2 * s + self.num_predictions + _FACTS, vocab.pad, np.int32)
         row[:3] = vocab.cls, vocab.sep, vocab.sep
         row[s : 2 * s] = IGNORE_INDEX
@@ -249,13 +258,13 @@ class BertStream(SampleStream):
             int(self._windows.starts[sample]), int(self._windows.lengths[sample])
         )
 
-    def _elsewhere(self, sample: int, draws: Draws) -> int:
+    def _other_window(self, sample: int, draws: Draws) -> int:
         """Return the number of a window of another document."""
         documents = self._windows.documents
         for window in draws.below(len(documents), _TRIES):
             if documents[window] != documents[sample]:
                 return int(window)
-        # One document fills nearly the whole split: draw among the windows of all other documents.
+        # One document fills nearly all of the split: draw among the windows of all other documents.
         candidates = np.flatnonzero(documents != documents[sample])
         return int(candidates[draws.below(len(candidates))[0]])
 

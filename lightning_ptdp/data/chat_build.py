@@ -5,7 +5,6 @@ A sample is stored at its full length. It is cut or packed into sequences only w
 
 from __future__ import annotations
 
-import hashlib
 import json
 from array import array
 from collections import Counter
@@ -19,15 +18,16 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from lightning_ptdp.base.option_types import Count
+from lightning_ptdp.checkpoint.files import sha256
 from lightning_ptdp.data.chat_format import ChatFormat, Learn, read_template
-from lightning_ptdp.data.conversations import Columns, FaultyRow, chat_files, read_rows
+from lightning_ptdp.data.conversations import Columns, FaultyRow, Paths, Rows, chat_files, read_rows
 from lightning_ptdp.data.corpus import list_files
 from lightning_ptdp.data.data_error import CorpusError, TokenizerError
 from lightning_ptdp.data.file_pieces import CorpusFile
-from lightning_ptdp.data.huggingface_tokenizer import AnyTokenizer, HuggingFaceTokenizer
+from lightning_ptdp.data.huggingface_tokenizer import HuggingFaceTokenizer
 from lightning_ptdp.data.manifest import SPLITS, Form, SplitRecord
 from lightning_ptdp.data.preparation_work import Reporter, ordered_map
-from lightning_ptdp.data.prepare import Preparation
+from lightning_ptdp.data.prepare import BuiltStore, Preparation
 from lightning_ptdp.data.split import score
 from lightning_ptdp.data.token_store import CHUNK_TOKENS, mark_sample, write_chunks
 
@@ -67,17 +67,17 @@ class ChatConfig(Preparation):
     about: ClassVar[str] = "docstrings"
     """Content of the rows without a path."""
 
-    def rows(self, path: str | Sequence[str] | None, split: str) -> Iterator[dict[str, Any]]:
+    def rows(self, path: Paths, split: str) -> Rows:
         """Yield the rows of a path, or without one those about the standard library."""
         return read_rows(path, split=split)
 
-    def content(self, columns: Any, row: Mapping[str, Any]) -> Any:
+    def content(self, columns: Columns, row: Mapping[str, Any]) -> Any:
         """Return the content of a row, which ``encode`` accepts.
 
         Raises:
             FaultyRow: The row has no usable conversation.
         """
-        return columns.conversation(row)
+        return columns.content(row)
 
     def encode(self, form: ChatFormat, content: Any) -> tuple[Any, np.ndarray, list[Any]]:
         """Return what distinguishes a content from others, its tokens with marks, and its images.
@@ -87,7 +87,7 @@ class ChatConfig(Preparation):
         """
         return content, mark_sample(*form.encode(content)), []
 
-    def tokenizer(self) -> HuggingFaceTokenizer:
+    def given_tokenizer(self) -> HuggingFaceTokenizer:
         """Return the tokenizer of the model.
 
         Raises:
@@ -110,7 +110,7 @@ class ChatConfig(Preparation):
         template = (
             None
             if self.chat_template is None
-            else hashlib.sha256(read_template(self.chat_template).encode()).hexdigest()
+            else sha256(read_template(self.chat_template).encode())
         )
         # The hash of the tokenizer is compared; its folder may have moved.
         values = self._settings(tokenizer_dir=None, chat_template=template)
@@ -120,10 +120,10 @@ class ChatConfig(Preparation):
     def folder(self) -> str:
         """Folder for data prepared with these settings."""
         settings = json.dumps(
-            {**self.settings, "tokenizer": self.tokenizer().fingerprint}, sort_keys=True
+            {**self.settings, "tokenizer": self.given_tokenizer().fingerprint}, sort_keys=True
         )
         name = Path(self.roots[0]).stem if self.roots else self.about
-        return f"ptdp-data/{name}-{hashlib.sha256(settings.encode()).hexdigest()[:8]}"
+        return f"ptdp-data/{name}-{sha256(settings.encode())[:8]}"
 
     @property
     def roots(self) -> tuple[str, ...]:
@@ -135,15 +135,10 @@ class ChatConfig(Preparation):
         found = chat_files(self.roots) if self.roots else []
         return [file for path in found for file in list_files(path, ("",))]
 
-    def given_tokenizer(self) -> AnyTokenizer | None:
-        """Return the tokenizer of the model."""
-        return self.tokenizer()
-
     def check_source(self) -> None:
         """Check the files, the columns, and the template on the first row."""
         for path, split in self._sources():
-            for _ in islice(_encoded(self, path, split, Counter()), 1):
-                pass
+            next(_encoded(self, path, split, Counter()), None)
             if self.checks_every_row and self.faulty == "error" and path is not None:
                 for file in map(str, chat_files(path)):
                     self._check_file(file, split)
@@ -156,12 +151,14 @@ class ChatConfig(Preparation):
             except FaultyRow as error:
                 raise _refused(file, number, error) from error
 
-    def build(
-        self, work: Path, folder: Path, report: Reporter
-    ) -> tuple[AnyTokenizer, dict[str, SplitRecord], dict[str, Any]]:
+    def build(self, work: Path, folder: Path, report: Reporter) -> BuiltStore:
         """Tokenize all rows, divide them, and write the tokens."""
-        faulty, file = Counter[str](), work / "parts" / "tokens.bin"
-        origins, lengths, scores, characters = array("B"), array("q"), array("Q"), 0
+        faulty = Counter[str]()
+        file = work / "parts" / "tokens.bin"
+        origins = array("B")
+        lengths = array("q")
+        scores = array("Q")
+        characters = 0
         images: list[list[Any]] = []
         with open(file, "wb") as stream:
             for origin, (path, split) in enumerate(self._sources()):
@@ -177,7 +174,8 @@ class ChatConfig(Preparation):
         held_out = np.array(origins, bool)
         if self.validation_path is None:
             held_out = _validation(np.array(scores), self.validation_fraction)
-        all_tokens, ends = np.memmap(file, np.int32, "r"), np.cumsum(lengths)
+        all_tokens = np.memmap(file, np.int32, "r")
+        ends = np.cumsum(lengths)
         splits: dict[str, SplitRecord] = {}
         for split, mask in zip(SPLITS, (~held_out, held_out), strict=True):
             runs = (all_tokens[ends[i] - lengths[i] : ends[i]] for i in np.flatnonzero(mask))
@@ -191,15 +189,17 @@ class ChatConfig(Preparation):
         counts = {
             "documents": len(scores),
             "characters": characters,
-            "content": hashlib.sha256(scores.tobytes()).hexdigest(),
+            "content": sha256(scores.tobytes()),
             "undecodable": faulty.total(),
         }
-        return self.tokenizer(), splits, counts
+        return self.given_tokenizer(), splits, counts
 
-    def _sources(self) -> list[tuple[str | list[str] | None, str]]:
+    def _sources(self) -> list[tuple[Paths, str]]:
         """Return the given paths, each with the split to read from a saved folder."""
-        separate = self.validation_path is not None
-        return [(self.path, "train"), *[(self.validation_path, "validation")][:separate]]
+        sources: list[tuple[Paths, str]] = [(self.path, "train")]
+        if self.validation_path is not None:
+            sources.append((self.validation_path, "validation"))
+        return sources
 
 
 def _validation(scores: np.ndarray, fraction: float) -> np.ndarray:
@@ -220,7 +220,7 @@ def _validation(scores: np.ndarray, fraction: float) -> np.ndarray:
 
 
 def _numbered_rows(
-    config: ChatConfig, path: str | Sequence[str] | None, split: str
+    config: ChatConfig, path: Paths, split: str
 ) -> tuple[Columns, Iterator[tuple[int, dict[str, Any]]]]:
     """Return the columns that the first rows of a path have, and all rows, counted from 1.
 
@@ -240,13 +240,13 @@ def _numbered_rows(
 
 
 def _encoded(
-    config: ChatConfig, path: str | Sequence[str] | None, split: str, faulty: Counter[str]
+    config: ChatConfig, path: Paths, split: str, faulty: Counter[str]
 ) -> Iterator[Encoded]:
     """Yield the conversation of every row, in the order of the rows."""
     columns, rows = _numbered_rows(config, path, split)
     batches = iter(lambda: list(islice(rows, ROWS_AT_ONCE)), [])
     form = config.format_class(
-        config.tokenizer(), template=config.chat_template, learn=config.learn
+        config.given_tokenizer(), template=config.chat_template, learn=config.learn
     )
     task = partial(_encode, config, form, columns, path)
     for samples, reasons in ordered_map(task, batches, num_workers=config.num_workers):
@@ -258,10 +258,11 @@ def _encode(
     config: ChatConfig,
     form: ChatFormat,
     columns: Columns,
-    path: str | Sequence[str] | None,
+    path: Paths,
     rows: list[tuple[int, dict[str, Any]]],
 ) -> tuple[list[Encoded], list[str]]:
-    samples, reasons = [], []
+    samples = []
+    reasons = []
     for number, row in rows:
         try:
             content, tokens, images = config.encode(form, config.content(columns, row))
@@ -275,11 +276,11 @@ def _encode(
     return samples, reasons
 
 
-def _refused(path: str | Sequence[str] | None, number: int, error: FaultyRow) -> CorpusError:
+def _refused(path: Paths, number: int, error: FaultyRow) -> CorpusError:
     return CorpusError(
         f"path={path}, row {number}: {error}. To leave such rows out, use faulty: drop"
     )
 
 
-def _listed(path: str | list[str] | None) -> list[str]:
+def _listed(path: Paths) -> Sequence[str]:
     return [path] if isinstance(path, str) else path or []

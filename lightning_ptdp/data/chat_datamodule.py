@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal
@@ -16,11 +16,11 @@ from lightning_ptdp.base.option_types import check_arguments
 from lightning_ptdp.data.chat_build import ChatConfig
 from lightning_ptdp.data.chat_format import ChatFormat, Learn
 from lightning_ptdp.data.chat_stream import ChatStream, TooLong
-from lightning_ptdp.data.conversations import Columns, Conversation, FaultyRow
+from lightning_ptdp.data.conversations import Columns, Conversation, FaultyRow, Paths, Rows
 from lightning_ptdp.data.datamodule import PreparedDataModule
 from lightning_ptdp.data.loader import EvaluationLoader
 from lightning_ptdp.data.manifest import SPLITS, SplitName
-from lightning_ptdp.data.stream import IGNORE_INDEX, PADDING
+from lightning_ptdp.data.stream import IGNORE_INDEX, PADDING, Batch
 from lightning_ptdp.data.token_store import mark_sample
 
 _log = logging.getLogger(__name__)
@@ -111,12 +111,13 @@ class ChatDataModule(PreparedDataModule):
         super().__init__(prepare_config=config, verify_hashes=verify_hashes, **kwargs)
         # Checkpoints name the data folder, which contains the tokenizer.
         self.save_hyperparameters()
-        self.packing, self.too_long = packing, too_long
+        self.packing = packing
+        self.too_long = too_long
 
     @cached_property
     def vocabulary_size(self) -> int:  # type: ignore[override]
         """Number of ids of the tokenizer."""
-        return self.prepare_config.tokenizer().vocabulary_size
+        return self.prepare_config.given_tokenizer().vocabulary_size
 
     @property
     def hparams_initial(self) -> AttributeDict:
@@ -190,7 +191,7 @@ class PreferenceColumns(Columns):
     needed = "chosen and rejected"
     example = "{prompt: question, chosen: better, rejected: worse}"
 
-    def pair(self, row: Mapping[str, Any]) -> tuple[Conversation, Conversation]:
+    def content(self, row: Mapping[str, Any]) -> tuple[Conversation, Conversation]:
         """Return the two conversations of a row.
 
         Raises:
@@ -214,14 +215,14 @@ class PreferenceColumns(Columns):
                 f"column {column!r} has no answer, but a pair needs a chosen and a rejected one. "
                 "Add it, or remove the row"
             )
-        messages = self.said(row, key, "assistant")
+        messages = self.messages_in(row, key, "assistant")
         if messages[0]["role"] == "assistant":
             if "prompt" not in self.names:
                 raise FaultyRow(
                     f"column {column!r} begins with an answer, and there is no column prompt. Add "
                     "the question, as a column or as the first message"
                 )
-            messages = [*self.said(row, "prompt", "user"), *messages]
+            messages = [*self.messages_in(row, "prompt", "user"), *messages]
         if messages[-1]["role"] != "assistant":
             raise FaultyRow(
                 f"column {column!r} ends with a message of the role {messages[-1]['role']!r}, but "
@@ -241,20 +242,17 @@ class PreferenceConfig(ChatConfig):
     columns_class = PreferenceColumns
     checks_every_row = True
 
-    def rows(self, path: str | Sequence[str] | None, split: str) -> Iterator[dict[str, Any]]:
-        """Yield the rows; without a path, answers beside their words in reverse order."""
+    def rows(self, path: Paths, split: str) -> Rows:
+        """Yield the rows; without a path, answers, and their words in reverse order."""
         for row in super().rows(path, split):
             if path is not None:
                 yield row
                 continue
             words = row["response"].split()
-            chosen, rejected = " ".join(words), " ".join(reversed(words))
+            chosen = " ".join(words)
+            rejected = " ".join(reversed(words))
             if chosen != rejected:
                 yield {"prompt": row["prompt"], "chosen": chosen, "rejected": rejected}
-
-    def content(self, columns: Any, row: Mapping[str, Any]) -> Any:
-        """Return the pair of a row."""
-        return columns.pair(row)
 
     def encode(self, form: ChatFormat, content: Any) -> tuple[Any, np.ndarray, list[Any]]:
         """Return the pair, and the tokens of both conversations with their marks."""
@@ -279,7 +277,7 @@ class PreferenceStream(ChatStream):
         rows[:, 0, 2, 0] = numbers
         return rows
 
-    def as_batch(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
+    def as_batch(self, rows: np.ndarray) -> Batch:
         """Return ``chosen_ids``, ``chosen_labels``, ``rejected_ids``, ``rejected_labels``, ``pair``.
 
         All are int64 of shape (b, s), and ``pair``, the number of the pair, of shape (b). The
@@ -307,7 +305,7 @@ class PreferenceDataModule(ChatDataModule):
 
     Args:
         path: Data as for ``ChatDataModule``, with columns ``chosen`` and ``rejected``. Both hold a
-            whole conversation as a list of messages, or they hold only the answer (a text, or a
+            full conversation as a list of messages, or they hold only the answer (a text, or a
             list of messages) and a column ``prompt`` holds the question. The conversations differ
             in their last answer. Default: questions about the functions of the standard library.
             The docstring is chosen, and its words in reverse order are rejected.

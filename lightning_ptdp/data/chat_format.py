@@ -3,13 +3,13 @@
 The tokenizer's own chat template decides. If the template marks answers (``{% generation %}``),
 these marks are used. Otherwise, prefixes of the conversation are rendered::
 
-    rendered whole       <user>What?<end><assistant>This.<end><user>And?<end><assistant>That.<end>
+    rendered in full     <user>What?<end><assistant>This.<end><user>And?<end><assistant>That.<end>
     up to the question   <user>What?<end><assistant>                                                  with the generation prompt
     up to the answer     <user>What?<end><assistant>This.<end>
 
 The difference between the two prefixes is the answer with its end marker. The result is exact, or
-the conversation is refused: some templates render a prefix differently from the beginning of the
-whole (for example because they omit the thoughts of earlier answers).
+the conversation is refused: some templates render a prefix differently from the beginning of
+the full conversation (for example because they omit the thoughts of earlier answers).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from lightning_ptdp.base.untrusted import read_bytes
 from lightning_ptdp.data.conversations import Conversation, FaultyRow, texts_of
 from lightning_ptdp.data.data_error import TokenizerError, reading
 from lightning_ptdp.data.huggingface_tokenizer import HuggingFaceTokenizer
+from lightning_ptdp.data.token_store import LearnedTokens
 
 Learn: TypeAlias = Literal["answers", "last_answer"]
 
@@ -84,7 +85,7 @@ class ChatFormat:
         added = self._tokenizer.added_tokens_decoder.items()
         self._special = np.array([index for index, token in added if token.special], np.int64)
 
-    def encode(self, conversation: Conversation) -> tuple[np.ndarray, np.ndarray]:
+    def encode(self, conversation: Conversation) -> LearnedTokens:
         """Return the ids of ``apply_chat_template`` (int64) and a mask of learned tokens (bool).
 
         Raises:
@@ -103,7 +104,7 @@ class ChatFormat:
             raise FaultyRow("there is nothing to learn: the chat template marks no answer")
         return ids, learned
 
-    def _marked(self, conversation: Conversation) -> tuple[np.ndarray, np.ndarray]:
+    def _marked(self, conversation: Conversation) -> LearnedTokens:
         quiet = {"verbose": False}  # No warnings about long texts: the data module checks lengths.
         encoding = self._apply(
             conversation,
@@ -118,12 +119,12 @@ class ChatFormat:
             learned[: starts[-1]] = False
         return np.array(encoding["input_ids"], np.int64), learned
 
-    def _compared(self, conversation: Conversation, text: str) -> tuple[np.ndarray, np.ndarray]:
+    def _compared(self, conversation: Conversation, text: str) -> LearnedTokens:
         return self._masked(text, self._answers(conversation, text))
 
     def _masked(
         self, text: str, answers: Iterable[tuple[int, int]], *, add_special_tokens: bool = False
-    ) -> tuple[np.ndarray, np.ndarray]:
+    ) -> LearnedTokens:
         """Return the ids of a text, and a mask of the tokens in its answers."""
         encoding = self._tokenizer(
             text,

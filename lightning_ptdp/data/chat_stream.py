@@ -15,7 +15,6 @@ labels.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
@@ -25,10 +24,11 @@ import numpy as np
 import torch
 
 from lightning_ptdp.base.option_types import Size, check_arguments
+from lightning_ptdp.checkpoint.files import sha256
 from lightning_ptdp.data.data_error import StoreError
 from lightning_ptdp.data.manifest import Form, Manifest, SplitName
-from lightning_ptdp.data.stream import IGNORE_INDEX, PADDING, SampleStream
-from lightning_ptdp.data.token_store import sample_starts, unmark
+from lightning_ptdp.data.stream import IGNORE_INDEX, PADDING, Batch, SampleStream
+from lightning_ptdp.data.token_store import LearnedTokens, sample_starts, unmark
 
 TooLong: TypeAlias = Literal["cut", "drop", "error"]
 
@@ -72,7 +72,8 @@ class ChatStream(SampleStream):
         check_arguments(ChatStream.__init__, locals())
         manifest = Manifest.read(folder)
         self._tokens = manifest.tokens(folder, split, form=self.form)
-        starts, offset = [], 0
+        starts = []
+        offset = 0
         for tokens in self._tokens:
             starts.append(sample_starts(tokens) + offset)
             offset += len(tokens)
@@ -110,9 +111,7 @@ class ChatStream(SampleStream):
             samples=(len(self._begins) - 1) // self.per_document,
             sequence_length=sequence_length,
             max_samples=max_samples,
-            fingerprint=hashlib.sha256(
-                f"{manifest.fingerprint(split)} {packing} {too_long}".encode()
-            ).hexdigest(),
+            fingerprint=sha256(f"{manifest.fingerprint(split)} {packing} {too_long}".encode()),
         )
 
     def __getitems__(self, visits: Sequence[int]) -> Any:
@@ -141,7 +140,7 @@ class ChatStream(SampleStream):
             row[2, offset:] = np.arange(length - offset)
         return rows
 
-    def as_batch(self, rows: Any) -> dict[str, torch.Tensor]:
+    def as_batch(self, rows: Any) -> Batch:
         """Return ``input_ids``, ``labels`` and, with packing, ``position_ids``.
 
         All are int64 of shape (b, s).
@@ -150,7 +149,7 @@ class ChatStream(SampleStream):
         batch = {"input_ids": tensors[:, 0].contiguous(), "labels": tensors[:, 1].contiguous()}
         return {**batch, "position_ids": tensors[:, 2].contiguous()} if self.packing else batch
 
-    def read(self, sample: int, *, most: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    def read(self, sample: int, *, most: int | None = None) -> LearnedTokens:
         """Return the first ``most`` ids of a sample (int32), and a mask of the learned ones.
 
         Raises:
@@ -213,7 +212,8 @@ def pack(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
             if not by_room[room]:
                 rooms ^= 1 << room
         else:
-            room, group = capacity, len(groups)
+            room = capacity
+            group = len(groups)
             groups.append([])
         groups[group].append(sample)
         left = room - size

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 from lightning_ptdp.base.errors import PTDPError
 from lightning_ptdp.base.option_types import nearest
@@ -25,6 +25,10 @@ from lightning_ptdp.data.file_pieces import parse_row
 
 Conversation = list[dict[str, Any]]
 """Messages, each a mapping with ``role`` and ``content``."""
+
+Rows: TypeAlias = Iterator[dict[str, Any]]
+Paths: TypeAlias = str | Sequence[str] | None
+"""One or several paths of data; None for the default data."""
 
 _OPTIONAL = ("input", "system")
 _ALSO = {
@@ -39,7 +43,8 @@ _JSON = (*JSON_LINES, ".json")
 _SUFFIXES = (*_JSON, ".parquet")
 _DOCSTRINGS = 2000
 _LONGEST_LINE = 1 << 26  # bytes
-_LONGEST_LIST, _MOST_VALUES = 1 << 30, 1 << 24  # bytes and values of a list in a .json file
+_LONGEST_LIST = 1 << 30
+_MOST_VALUES = 1 << 24  # bytes and values of a list in a .json file
 _SAVED = ("state.json", "dataset_dict.json")
 
 
@@ -71,40 +76,40 @@ class Columns:
     example: ClassVar[str] = "{prompt: question, response: answer}"
 
     @classmethod
-    def of(cls, present: Iterable[str], given: Mapping[str, str], *, where: str) -> Columns:
+    def of(cls, columns: Iterable[str], given: Mapping[str, str], *, where: str) -> Columns:
         """Complete the given mapping with columns of the usual names.
 
         Raises:
             CorpusError: A key is unknown or a column does not exist. The message names the nearest.
         """
-        present = list(present)
+        columns = list(columns)
         keys = list(dict.fromkeys([*(key for form in cls.forms for key in form), "system"]))
         for key, column in given.items():
             if key not in keys:
                 raise CorpusError(
                     f"columns: {key!r} is not one of {', '.join(keys)}{nearest(key, keys)}"
                 )
-            if column not in present:
+            if column not in columns:
                 raise CorpusError(
-                    f"{where} has no column {column!r} (columns.{key}){nearest(column, present)}; "
-                    f"{_has(present)}"
+                    f"{where} has no column {column!r} (columns.{key}){nearest(column, columns)}; "
+                    f"{_has(columns)}"
                 )
         for form in cls.forms:
             names = {
                 key: name
                 for key in (*form, "system")
-                if (name := _find(key, present, given)) is not None
+                if (name := _find(key, columns, given)) is not None
             }
             if all(key in names for key in (*form, *given)):
                 return cls(names)
-        hints = (nearest(form[0], present) for form in cls.forms)
+        hints = (nearest(form[0], columns) for form in cls.forms)
         raise CorpusError(
             f"{where} has no column {cls.needed}{next(filter(None, hints), '')}; "
-            f"{_has(present)}. Name the columns, such as columns={cls.example}"
+            f"{_has(columns)}. Name the columns, such as columns={cls.example}"
         )
 
-    def conversation(self, row: Mapping[str, Any]) -> Conversation:
-        """Return the messages of a row.
+    def content(self, row: Mapping[str, Any]) -> Any:
+        """Return the messages of a row; subclasses may return other content.
 
         Raises:
             FaultyRow: A column is empty or has another type.
@@ -114,17 +119,17 @@ class Columns:
             messages = _messages(row.get(names["messages"]), names["messages"])
         elif "prompt" in names:
             messages = [
-                *self.said(row, "prompt", "user"),
-                *self.said(row, "response", "assistant"),
+                *self.messages_in(row, "prompt", "user"),
+                *self.messages_in(row, "response", "assistant"),
             ]
         else:
-            question = self.said(row, "instruction", "user")
+            question = self.messages_in(row, "instruction", "user")
             if "input" in names and row.get(names["input"]):
                 question[0]["content"] += f"\n\n{row[names['input']]}"
-            messages = [*question, *self.said(row, "output", "assistant")]
+            messages = [*question, *self.messages_in(row, "output", "assistant")]
         return self._checked(row, messages)
 
-    def said(self, row: Mapping[str, Any], key: str, role: str) -> Conversation:
+    def messages_in(self, row: Mapping[str, Any], key: str, role: str) -> Conversation:
         """Return the text in a column as one message, and a list of messages unchanged."""
         column = self.names[key]
         value = row.get(column)
@@ -145,7 +150,7 @@ class Columns:
         """
         column = self.names.get("system", "")
         if row.get(column) and messages[0]["role"] != "system":
-            messages = [*self.said(row, "system", "system"), *messages]
+            messages = [*self.messages_in(row, "system", "system"), *messages]
         roles = dict.fromkeys(str(message["role"]) for message in messages)
         if "assistant" not in roles:
             raise FaultyRow(
@@ -191,9 +196,7 @@ def chat_files(path: str | Sequence[str]) -> list[Path]:
     return files
 
 
-def read_rows(
-    path: str | Sequence[str] | None, *, split: str = "train"
-) -> Iterator[dict[str, Any]]:
+def read_rows(path: Paths, *, split: str = "train") -> Rows:
     """Yield the rows in order.
 
     Without a path, yield questions about functions of the installed Python's standard library.
@@ -230,7 +233,7 @@ def read_rows(
             raise CorpusError(f"path={file} cannot be read: {message}") from error
 
 
-def _saved_rows(folder: Path, split: str) -> Iterator[dict[str, Any]]:
+def _saved_rows(folder: Path, split: str) -> Rows:
     datasets = import_optional("datasets")
     saved = datasets.load_from_disk(str(folder))
     if isinstance(saved, datasets.DatasetDict):
@@ -243,7 +246,7 @@ def _saved_rows(folder: Path, split: str) -> Iterator[dict[str, Any]]:
     yield from saved
 
 
-def _json_rows(file: Path) -> Iterator[dict[str, Any]]:
+def _json_rows(file: Path) -> Rows:
     """Yield the objects of JSON lines, or of a list that takes the whole of a ``.json`` file."""
     with open(file, "rb") as stream:
         if file.suffix == ".json" and stream.read(1 << 10).lstrip().startswith(b"["):
@@ -267,16 +270,16 @@ def _json_rows(file: Path) -> Iterator[dict[str, Any]]:
                 yield row
 
 
-def _find(key: str, present: Sequence[str], given: Mapping[str, str]) -> str | None:
+def _find(key: str, columns: Sequence[str], given: Mapping[str, str]) -> str | None:
     if key in given:
         return given[key]
     # A row need not have the optional columns, the first rows included.
     names = (key, *_ALSO.get(key, ()))
-    return next((name for name in names if name in present or key in _OPTIONAL), None)
+    return next((name for name in names if name in columns or key in _OPTIONAL), None)
 
 
-def _has(present: Sequence[str]) -> str:
-    return f"it has {', '.join(map(repr, present)) or 'none'}"
+def _has(columns: Sequence[str]) -> str:
+    return f"it has {', '.join(map(repr, columns)) or 'none'}"
 
 
 def texts_of(content: object) -> list[str]:
@@ -311,7 +314,7 @@ def _messages(value: object, column: str) -> Conversation:
     return messages
 
 
-def _docstrings() -> Iterator[dict[str, Any]]:
+def _docstrings() -> Rows:
     """Yield questions about public functions and classes of the standard library.
 
     Each is answered by the first paragraph of the docstring.

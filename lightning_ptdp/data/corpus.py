@@ -169,12 +169,14 @@ class Corpus:
         for piece in pieces:
             with reading(f"source file {piece.file.path}", CorpusError):
                 data = piece.read()
-            documents = self._whole if piece.line is None else self._json_lines
+            documents = self._text_document if piece.line is None else self._json_lines
             for document in documents(piece, data, report):
                 report.documents += 1
                 yield document
 
-    def _whole(self, piece: FilePiece, data: bytes, report: ReadReport) -> Iterator[Document]:
+    def _text_document(
+        self, piece: FilePiece, data: bytes, report: ReadReport
+    ) -> Iterator[Document]:
         text = self._decode(data, piece.name, report, piece.start)
         if text:
             yield Document(piece.name, text)
@@ -244,7 +246,7 @@ def _utf8(data: bytes, errors: str) -> str:
 
 
 def list_files(source: str | Path, suffixes: tuple[str, ...]) -> list[CorpusFile]:
-    """Return a file, or the files of a folder with one of the suffixes, in order of their names.
+    """Return a file, or the files of a folder with these suffixes, in order of their names.
 
     Files at an address are fetched to this node.
 

@@ -27,12 +27,12 @@ from lightning_ptdp.data.huggingface_tokenizer import AnyTokenizer, load_tokeniz
 from lightning_ptdp.data.manifest import SPLITS, SplitRecord
 from lightning_ptdp.data.preparation_work import (
     Reporter,
-    apart,
+    call_in_process,
     ordered_map,
     read_record,
     write_record,
 )
-from lightning_ptdp.data.prepare import Preparation
+from lightning_ptdp.data.prepare import BuiltStore, Preparation
 from lightning_ptdp.data.split import Scan, Split, Survey, scan, survey
 from lightning_ptdp.data.token_store import CHUNK_TOKENS, TokenType, token_dtype, write_chunks
 from lightning_ptdp.data.tokenizer import Tokenizer
@@ -128,9 +128,7 @@ class PrepareConfig(Corpus, Preparation):
             tokenizer.control_id(symbol)
         return tokenizer
 
-    def build(
-        self, work: Path, folder: Path, report: Reporter
-    ) -> tuple[AnyTokenizer, dict[str, SplitRecord], dict[str, Any]]:
+    def build(self, work: Path, folder: Path, report: Reporter) -> BuiltStore:
         """Divide the text, learn the tokenizer unless one is given, and write the tokens."""
         builder = Builder(config=self, work=work, report=report)
         found = builder.survey()
@@ -201,7 +199,7 @@ class Builder:
         in_process = (
             self.config.num_workers == 1 and found.characters <= self.config.tokenizer_characters
         )
-        tokenizer = learn(sample) if in_process else apart(learn, sample)
+        tokenizer = learn(sample) if in_process else call_in_process(learn, sample)
         sample.unlink()
         tokenizer.save(self.work)
         (self.work / "tokenizer.done").touch()
@@ -210,7 +208,7 @@ class Builder:
     def sample(self, found: Survey) -> Iterator[str]:
         """Yield the training text for the tokenizer.
 
-        This is the whole training text, or as many lines as allowed, drawn evenly over the corpus.
+        This is all of the training text, or as many lines as allowed, drawn evenly over the corpus.
         """
         left = self.config.tokenizer_characters
         fraction = left / found.characters
@@ -341,7 +339,8 @@ def _batches(documents: Iterable[Document], split: Split) -> Iterator[dict[str, 
         characters += len(document.text)
         if characters >= _BATCH_CHARACTERS:
             yield batch
-            batch, characters = {name: [] for name in SPLITS}, 0
+            batch = {name: [] for name in SPLITS}
+            characters = 0
     yield batch
 
 

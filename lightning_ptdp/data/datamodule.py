@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from functools import cached_property, partial
 from pathlib import Path
@@ -16,7 +17,6 @@ from lightning_ptdp.data.data_error import StoreError
 from lightning_ptdp.data.huggingface_tokenizer import AnyTokenizer, load_tokenizer
 from lightning_ptdp.data.manifest import (
     MANIFEST_FILE,
-    FileRecord,
     Manifest,
     SplitName,
     check_file,
@@ -201,7 +201,7 @@ class TextDataModule(PreparedDataModule):
 
 # ---- Copies of prepared folders in remote stores -------------------------------------------------
 #
-# The whole folder is copied before training, file by file, and checked against its manifest. Training
+# The full folder is copied before training, file by file, and checked against its manifest. Training
 # therefore reads only checked data, and a rank never waits for a network.
 
 _LOCAL = "local:"
@@ -227,18 +227,21 @@ def fetch(remote: str, folder: str | Path, *, hashes: bool = True) -> Manifest:
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         with work_folder(output, {"remote": remote}) as work:
-            copy, incoming = work / "store", work / "incoming"
+            copy = work / "store"
+            incoming = work / "incoming"
             shutil.rmtree(incoming, ignore_errors=True)
             incoming.mkdir()
             transfer = partial(_transfer, remote.rstrip("/"), incoming)
             # Fetch the manifest in every call: the store may have been repaired since.
             manifest_file = transfer(MANIFEST_FILE)
             for name, path, record in Manifest.read(incoming).paths(copy):
-                if not _is_there(path, record):
-                    fetched = transfer(name, record.size)
-                    check_file(fetched, record, said=f"{remote}/{name}")
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    fetched.replace(path)
+                with contextlib.suppress(StoreError):
+                    check_file(path, record)
+                    continue  # an earlier call has copied it
+                fetched = transfer(name, record.size)
+                check_file(fetched, record, name=f"{remote}/{name}")
+                path.parent.mkdir(parents=True, exist_ok=True)
+                fetched.replace(path)
             manifest_file.replace(copy / MANIFEST_FILE)
             manifest = verify_store(copy, hashes=False)  # the hashes were compared one by one
             copy.rename(output)
@@ -270,14 +273,6 @@ def _transfer(remote: str, incoming: Path, name: str, size: int | None = None) -
     except (OSError, ValueError) as error:
         raise StoreError(f"{remote}/{name} cannot be fetched: {reason(error)}") from error
     return target
-
-
-def _is_there(path: Path, record: FileRecord) -> bool:
-    try:
-        check_file(path, record)
-    except StoreError:
-        return False
-    return True
 
 
 def _check_size(actual: int, size: int | None) -> None:

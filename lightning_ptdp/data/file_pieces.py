@@ -10,13 +10,13 @@ keeps its number.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from lightning_ptdp.base.untrusted import parse_json
+from lightning_ptdp.checkpoint.files import sha256
 
 _LOOK = 1 << 16
 
@@ -72,7 +72,7 @@ class FilePiece:
 def listing_digest(files: Sequence[CorpusFile]) -> str:
     """Return a hash of names and sizes, to detect a changed corpus without reading it."""
     listing = "\n".join(f"{file.size} {file.name}" for file in files)
-    return hashlib.sha256(listing.encode("utf-8", "surrogateescape")).hexdigest()
+    return sha256(listing.encode("utf-8", "surrogateescape"))
 
 
 def cut_text(file: CorpusFile, size: int) -> Iterator[FilePiece]:
@@ -81,7 +81,8 @@ def cut_text(file: CorpusFile, size: int) -> Iterator[FilePiece]:
         yield FilePiece(file, 0, file.size)
         return
     with open(file.path, "rb") as stream:
-        start, number = 0, 0
+        start = 0
+        number = 0
         for target in range(size, file.size + size, size):
             stop = file.size if target >= file.size else _cut(stream, target, size, file.size)
             if stop > start:
@@ -96,12 +97,14 @@ def cut_lines(file: CorpusFile, size: int) -> Iterator[FilePiece]:
         yield FilePiece(file, 0, file.size, line=1)
         return
     with open(file.path, "rb") as stream:
-        start, line = 0, 1
+        start = 0
+        line = 1
         while block := stream.read(size):
             tail = b"" if block.endswith(b"\n") else stream.readline()
             stop = start + len(block) + len(tail)
             yield FilePiece(file, start, stop, line=line)
-            start, line = stop, line + block.count(b"\n") + tail.count(b"\n")
+            start = stop
+            line += block.count(b"\n") + tail.count(b"\n")
 
 
 def parse_row(line: bytes) -> dict[str, Any]:
@@ -131,7 +134,8 @@ def grouped(pieces: Iterable[FilePiece], size: int) -> Iterator[tuple[FilePiece,
         total += piece.stop - piece.start
         if total >= size:
             yield tuple(group)
-            group, total = [], 0
+            group = []
+            total = 0
     if group:
         yield tuple(group)
 

@@ -5,7 +5,6 @@ The tokenizer comes from a folder, such as a model's; its files are copied uncha
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -25,6 +24,7 @@ from lightning_ptdp.base.untrusted import (
     reason,
     small_files,
 )
+from lightning_ptdp.checkpoint.files import sha256
 from lightning_ptdp.checkpoint.local_copies import SETTING_FILES, local_copy
 from lightning_ptdp.data.data_error import TokenizerError, reading
 from lightning_ptdp.data.tokenizer import Tokenizer
@@ -85,11 +85,12 @@ class HuggingFaceTokenizer:
             for name, content in self.files.items():
                 if name.endswith(".json"):
                     check_values(content, _MOST_VALUES)
-        digest = hashlib.sha256()
-        for name, content in sorted(self.files.items()):
-            if name != "config.json":
-                digest.update(f"{name} {hashlib.sha256(content).hexdigest()}\n".encode())
-        self.fingerprint = digest.hexdigest()
+        hashes = [
+            f"{name} {sha256(content)}\n"
+            for name, content in sorted(self.files.items())
+            if name != "config.json"
+        ]
+        self.fingerprint = sha256("".join(hashes).encode())
 
     @cached_property
     def of_transformers(self) -> Any:

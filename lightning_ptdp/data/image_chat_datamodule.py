@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import io
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import torch.nn.functional as F
-from torch import Tensor
 
 from lightning_ptdp.base.option_types import Size
 from lightning_ptdp.data.chat_build import IMAGES_FILE, ChatConfig
@@ -29,6 +28,8 @@ from lightning_ptdp.data.conversations import (
     Columns,
     Conversation,
     FaultyRow,
+    Paths,
+    Rows,
     chat_files,
     read_rows,
     texts_of,
@@ -36,24 +37,8 @@ from lightning_ptdp.data.conversations import (
 from lightning_ptdp.data.data_error import StoreError
 from lightning_ptdp.data.huggingface_tokenizer import TOKENIZER_FOLDER, HuggingFaceProcessor
 from lightning_ptdp.data.manifest import SplitName
-from lightning_ptdp.data.stream import IGNORE_INDEX, PADDING
-from lightning_ptdp.data.token_store import mark_sample
-
-
-@dataclass(frozen=True)
-class ImageColumns(Columns):
-    """Names of the columns that hold a conversation, whose messages may have images."""
-
-    def conversation(self, row: Mapping[str, Any]) -> Conversation:
-        """Return the messages of a row, each with a list of texts and images.
-
-        Raises:
-            FaultyRow: An answer has no text, or a part is neither text nor image.
-        """
-        return [
-            {**message, "content": _parts(message.get("content"), number)}
-            for number, message in enumerate(super().conversation(row), start=1)
-        ]
+from lightning_ptdp.data.stream import IGNORE_INDEX, PADDING, Batch
+from lightning_ptdp.data.token_store import LearnedTokens, mark_sample
 
 
 class ImageChatFormat(ChatFormat):
@@ -71,8 +56,9 @@ class ImageChatFormat(ChatFormat):
     # They are positions in the text before images replace their places.
     reads_marks = False
 
-    def _compared(self, conversation: Conversation, text: str) -> tuple[np.ndarray, np.ndarray]:
-        processor, images = self._processor.processor, images_of(conversation)
+    def _compared(self, conversation: Conversation, text: str) -> LearnedTokens:
+        processor = self._processor.processor
+        images = images_of(conversation)
         parts = text.split(processor.image_token)
         if len(parts) != len(images) + 1:
             raise FaultyRow(
@@ -108,13 +94,12 @@ class ImageChatConfig(ChatConfig):
     max_images: Size | None = None
 
     form = "image_chat"
-    columns_class = ImageColumns
     tokenizer_class = HuggingFaceProcessor
     format_class = ImageChatFormat
     checks_every_row = True
     about = "colors"
 
-    def rows(self, path: str | Sequence[str] | None, split: str) -> Iterator[dict[str, Any]]:
+    def rows(self, path: Paths, split: str) -> Rows:
         """Yield the rows with absolute paths of images; without a path, those about colors."""
         if path is None:
             yield from _questions_about_colors()
@@ -124,9 +109,17 @@ class ImageChatConfig(ChatConfig):
             for row in read_rows(str(file), split=split):
                 yield absolute(row, folder)
 
-    def content(self, columns: Any, row: Mapping[str, Any]) -> Conversation:
-        """Return the messages of a row, whose images exist and are not too many."""
-        conversation: Conversation = columns.conversation(row)
+    def content(self, columns: Columns, row: Mapping[str, Any]) -> Conversation:
+        """Return the messages of a row, each with a list of texts and images.
+
+        Raises:
+            FaultyRow: An answer has no text, a part is neither text nor image, an image does not
+                exist, or there are too many.
+        """
+        conversation = [
+            {**message, "content": _parts(message.get("content"), number)}
+            for number, message in enumerate(super().content(columns, row), start=1)
+        ]
         images = images_of(conversation)
         if self.max_images is not None and len(images) > self.max_images:
             raise FaultyRow(f"it has {len(images)} images, more than max_images={self.max_images}")
@@ -158,7 +151,7 @@ def _parts(content: object, number: int) -> list[dict[str, Any]]:
     return parts
 
 
-def _questions_about_colors() -> Iterator[dict[str, Any]]:
+def _questions_about_colors() -> Rows:
     """Yield questions about images of one color each, some without an image."""
     for color in product((0, 85, 170, 255), repeat=3):
         pixels = b"P6 16 16 255 " + bytes(color) * 256  # in the format PPM
@@ -195,7 +188,7 @@ class ImageChatStream(ChatStream):
         ]
         return super().__getitems__(visits), self._processor.features(samples)
 
-    def as_batch(self, rows: Any) -> dict[str, Tensor]:
+    def as_batch(self, rows: Any) -> Batch:
         """Return ``input_ids``, ``labels`` and token types (b, s), and the image tensors.
 
         Without an image in the batch, there are no image tensors.
@@ -262,7 +255,7 @@ class ImageChatDataModule(ChatDataModule):
     @property
     def image_ids(self) -> list[int]:
         """Ids of the tokens that stand for images."""
-        tokenizer: Any = self.prepare_config.tokenizer()
+        tokenizer: Any = self.prepare_config.given_tokenizer()
         return list(tokenizer.processor.image_token_ids)
 
     def _make_config(self, **options: Any) -> ChatConfig:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from lightning_ptdp.base.option_types import Size, check_arguments, check_fraction
+from lightning_ptdp.checkpoint.files import sha256
 from lightning_ptdp.data.data_error import StoreError, reading
 from lightning_ptdp.data.manifest import SplitName
 from lightning_ptdp.data.stream import BlockStream, SampleStream
@@ -55,7 +56,8 @@ class IndexedDataModule(StreamDataModule):
         super().__init__(**kwargs)
         self.save_hyperparameters()
         check_fraction("validation_fraction", validation_fraction)
-        self.data_prefix, self.validation_prefix = data_prefix, validation_prefix
+        self.data_prefix = data_prefix
+        self.validation_prefix = validation_prefix
         self.vocabulary_size = vocabulary_size
         self.validation_fraction = validation_fraction
         self.verify_tokens = verify_tokens
@@ -107,7 +109,8 @@ _HEADER = struct.Struct("<9sQBQQ")
 _TOKEN_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _OTHER_TYPES = {6: "float64", 7: "float32"}
 _AT_ONCE = 1 << 22  # Numbers per step of a check: memory must not grow with the data.
-_PAGES, _PAGE = 64, 4096
+_PAGES = 64
+_PAGE = 4096
 
 
 class IndexedFile:
@@ -128,7 +131,8 @@ class IndexedFile:
 
     def __init__(self, prefix: str | Path) -> None:
         self.prefix = str(prefix)
-        self._index, self._data = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+        self._index = Path(f"{prefix}.idx")
+        self._data = Path(f"{prefix}.bin")
         for path in (self._index, self._data):
             if not path.is_file():
                 raise StoreError(
@@ -147,7 +151,8 @@ class IndexedFile:
         Raises:
             StoreError: Fewer than two documents have tokens.
         """
-        start, stop = 0, self.tokens
+        start = 0
+        stop = self.tokens
         if split != "all":
             cut = self._cut(validation_fraction)
             start, stop = (0, cut) if split == "train" else (cut, stop)
@@ -193,7 +198,8 @@ class IndexedFile:
 
     def _read_index(self) -> None:
         """Read the index, and check it and the size of the data."""
-        index, data = self._index, self._data
+        index = self._index
+        data = self._data
         with open(index, "rb") as stream:
             header = stream.read(_HEADER.size)
         if not header.startswith(_MAGIC) or len(header) < _HEADER.size:
@@ -210,7 +216,8 @@ class IndexedFile:
                 f"{index}: {data.name} has {type_name}, but token ids must be integers"
             )
         self._dtype = np.dtype(_TOKEN_TYPES[code])
-        size, expected = index.stat().st_size, _HEADER.size + 12 * sequences + 8 * boundaries
+        size = index.stat().st_size
+        expected = _HEADER.size + 12 * sequences + 8 * boundaries
         if size != expected:
             hint = (
                 "; it may be a multimodal index, which has a mode for every sequence"
@@ -239,8 +246,10 @@ class IndexedFile:
                 f"{self._dtype.itemsize} bytes. The file is truncated, or the two files do not "
                 "belong together"
             )
-        self.tokens, self.documents = total, boundaries - 1
-        self._firsts, self._pointers = firsts, pointers
+        self.tokens = total
+        self.documents = boundaries - 1
+        self._firsts = firsts
+        self._pointers = pointers
 
 
 def indexed_stream(
@@ -278,7 +287,7 @@ def indexed_stream(
         where=prefix,
         sequence_length=sequence_length,
         max_samples=max_samples,
-        fingerprint=hashlib.sha256(f"{file.fingerprint()} {division}".encode()).hexdigest(),
+        fingerprint=sha256(f"{file.fingerprint()} {division}".encode()),
     )
 
 
@@ -302,7 +311,7 @@ def _check_joined(index: Path, lengths: np.ndarray, pointers: np.ndarray, itemsi
 
 
 def _check_documents(index: Path, firsts: np.ndarray, sequences: int) -> None:
-    """Check that the first sequences of the documents ascend from the first sequence to the end."""
+    """Check that the first sequences of documents ascend from the first sequence to the end."""
     if (
         firsts[0] != 0
         or firsts[-1] != sequences

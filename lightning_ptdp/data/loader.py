@@ -26,10 +26,9 @@ from torch.utils.data import DataLoader
 
 from lightning_ptdp.base.option_types import Count, Size, check_integer, check_types
 from lightning_ptdp.data.data_error import DataError
-from lightning_ptdp.data.stream import PADDING, SampleStream
+from lightning_ptdp.data.stream import PADDING, Batch, SampleStream
 from lightning_ptdp.world.batch_size import RampUp
 
-Batch = dict[str, torch.Tensor]
 _STATE_VERSION = 1
 _AHEAD = 64
 _REMEMBERED = 8
@@ -119,7 +118,7 @@ class TokenLoader(_BatchLoader):
         self.sizes.plans(data_parallel_size=self.num_replicas, micro_batch_size=1)
         self.consumed_samples = 0
         # Positions at which the last batches began.
-        self._begun: deque[int] = deque(maxlen=_REMEMBERED)
+        self._starts: deque[int] = deque(maxlen=_REMEMBERED)
         if len(self.stream) < full:
             raise DataError(
                 f"a step takes batch_size {self.batch_size} x {self.num_replicas} replicas = "
@@ -139,7 +138,7 @@ class TokenLoader(_BatchLoader):
         return self.consumed_samples // len(self.stream)
 
     def __len__(self) -> int:
-        """Return the number of steps in the whole current epoch.
+        """Return the number of steps in all of the current epoch.
 
         With a ramp-up, later epochs have fewer steps.
         """
@@ -151,7 +150,7 @@ class TokenLoader(_BatchLoader):
 
     def __iter__(self) -> Iterator[Batch]:
         for batch in self._read(self._steps()):
-            self._begun.append(self.consumed_samples)
+            self._starts.append(self.consumed_samples)
             self.consumed_samples += self.sizes.global_batch(self.consumed_samples)
             yield batch
 
@@ -168,12 +167,14 @@ class TokenLoader(_BatchLoader):
         return self.stream.visits(numbers, seed=self.seed, shuffle=self.shuffle)
 
     def _steps(self) -> Iterator[list[int]]:
-        start, left = self.consumed_samples, len(self)
+        start = self.consumed_samples
+        left = len(self)
         while left:
             size, equal_steps = self.sizes.stretch(start)
             steps = min(_AHEAD, left, left if equal_steps is None else equal_steps)
             yield from self.visits(start, steps).tolist()
-            start, left = start + steps * size, left - steps
+            start += steps * size
+            left -= steps
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position.
@@ -181,10 +182,10 @@ class TokenLoader(_BatchLoader):
         It is equal on all ranks, and valid for any number of replicas, batch size or number of
         workers.
         """
-        unfinished = min(self.in_flight(), len(self._begun)) if self.in_flight is not None else 0
+        unfinished = min(self.in_flight(), len(self._starts)) if self.in_flight is not None else 0
         return {
             "version": _STATE_VERSION,
-            "consumed_samples": self._begun[-unfinished] if unfinished else self.consumed_samples,
+            "consumed_samples": self._starts[-unfinished] if unfinished else self.consumed_samples,
             "seed": self.seed,
             "shuffle": self.shuffle,
             "samples": len(self.stream),
@@ -212,7 +213,7 @@ class TokenLoader(_BatchLoader):
             )
         check_integer("consumed_samples", state_dict.get("consumed_samples"), least=0)
         self.consumed_samples = state_dict["consumed_samples"]
-        self._begun.clear()
+        self._starts.clear()
 
 
 @dataclass(eq=False)

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from lightning_ptdp.base.option_types import Count, check_types
 from lightning_ptdp.base.untrusted import inside, read_json
+from lightning_ptdp.checkpoint.files import sha256
 from lightning_ptdp.data.data_error import StoreError, reading
 from lightning_ptdp.data.huggingface_tokenizer import TOKENIZER_FOLDER, load_tokenizer
 from lightning_ptdp.data.token_store import INDEX_FILE, MARKS, ChunkMap, TokenType, read_chunks
@@ -108,7 +109,7 @@ class Manifest:
             for name, record in sorted(self.files.items())
             if name.startswith(f"{split}/")
         ]
-        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+        return sha256("\n".join(parts).encode())
 
     def paths(self, folder: str | Path) -> list[tuple[str, Path, FileRecord]]:
         """Return name, path in ``folder`` and record of every file.
@@ -136,7 +137,8 @@ class Manifest:
                 f"{folder} has data of the form {self.form!r}, but {form!r} is needed. Read it "
                 f"with {_READ_BY[self.form]}, or use another folder"
             )
-        record, path = self.splits[split], Path(folder, split)
+        record = self.splits[split]
+        path = Path(folder, split)
         chunks = read_chunks(path, record.dtype) if record.tokens else ()
         tokens = sum(chunk.tokens for chunk in chunks)
         if tokens != record.tokens:
@@ -289,7 +291,7 @@ def verify_store(
 
 
 def check_file(
-    path: Path, record: FileRecord, *, hashes: bool = True, said: str | None = None
+    path: Path, record: FileRecord, *, hashes: bool = True, name: str | None = None
 ) -> None:
     """Compare a file with its record.
 
@@ -297,28 +299,28 @@ def check_file(
         path: Path of the file.
         record: Expected size and hash.
         hashes: Compare the hash too.
-        said: Name of the file in messages; its path by default.
+        name: Name of the file in messages; its path by default.
 
     Raises:
         StoreError: The file is missing, has another size, or is damaged.
     """
-    said = said or str(path)
+    name = name or str(path)
     if not os.path.lexists(path):
-        raise StoreError(f"{said} is missing. {_REMEDY}")
-    with reading(said, StoreError, _REMEDY):
+        raise StoreError(f"{name} is missing. {_REMEDY}")
+    with reading(name, StoreError, _REMEDY):
         info = path.stat()
         if not stat.S_ISREG(info.st_mode):
-            raise StoreError(f"{said} is not a file. {_REMEDY}")
+            raise StoreError(f"{name} is not a file. {_REMEDY}")
         if info.st_size != record.size:
             raise StoreError(
-                f"{said} has {info.st_size} bytes, but {record.size} were written. {_REMEDY}"
+                f"{name} has {info.st_size} bytes, but {record.size} were written. {_REMEDY}"
             )
         if hashes and _sha256(path) != record.sha256:
-            raise StoreError(f"{said} is damaged: its sha256 differs from the manifest. {_REMEDY}")
+            raise StoreError(f"{name} is damaged: its sha256 differs from the manifest. {_REMEDY}")
 
 
 def _digest(values: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+    return sha256(json.dumps(values, sort_keys=True).encode())
 
 
 def _sha256(path: Path) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,14 +10,14 @@ from functools import cached_property
 from typing import Any, TypedDict
 
 import numpy as np
-import torch
 
 from lightning_ptdp.base.option_types import Size, check_arguments
 from lightning_ptdp.base.random import derive_seed
+from lightning_ptdp.checkpoint.files import sha256
 from lightning_ptdp.data.data_error import StoreError
 from lightning_ptdp.data.huggingface_tokenizer import AnyTokenizer, load_tokenizer
 from lightning_ptdp.data.manifest import SplitName, verify_store
-from lightning_ptdp.data.stream import SampleStream, TokenStream, sample_order
+from lightning_ptdp.data.stream import Batch, SampleStream, TokenStream, sample_order
 from lightning_ptdp.data.stream_datamodule import StreamDataModule
 
 
@@ -179,7 +178,7 @@ class MixtureStream(SampleStream):
             samples=sum(sizes) if repeat else self.turns.prefix(sizes),
             sequence_length=lengths[0],
             max_samples=max_samples,
-            fingerprint=hashlib.sha256("\n".join(parts).encode()).hexdigest(),
+            fingerprint=sha256("\n".join(parts).encode()),
         )
         self._again = not repeat or max_samples is not None
 
@@ -214,7 +213,7 @@ class MixtureStream(SampleStream):
             rows[mask] = samples
         return rows
 
-    def as_batch(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
+    def as_batch(self, rows: np.ndarray) -> Batch:
         """Return the batch that the streams make of rows."""
         return self.streams[0].as_batch(rows)
 
@@ -322,7 +321,8 @@ def _assign(counts: tuple[int, ...]) -> np.ndarray:
 
     Of the corpora that are behind by 1 / (2k - 2) or more, the one that can wait the least is next.
     """
-    period, num_corpora = sum(counts), len(counts)
+    period = sum(counts)
+    num_corpora = len(counts)
     order = np.zeros(period, np.int64)
     if num_corpora == 1:
         return order

@@ -53,7 +53,9 @@ def find_windows(chunks: Iterable[np.ndarray], *, end: int, newline: int, longes
         newline: Token that ends a line. Lines longer than half a window are cut anywhere.
         longest: Maximum number of tokens of a window.
     """
-    starts, lengths, documents = array("q"), array("i"), array("q")
+    starts = array("q")
+    lengths = array("i")
+    documents = array("q")
     offset = document = 0
     for chunk in chunks:
         lines = (np.flatnonzero(chunk == newline) + 1).tolist()
@@ -65,7 +67,8 @@ def find_windows(chunks: Iterable[np.ndarray], *, end: int, newline: int, longes
                 lengths.append(window_end - first)
                 documents.append(document + number)
             begin = stop + 1
-        offset, document = offset + len(chunk), document + len(ends)
+        offset += len(chunk)
+        document += len(ends)
     return Windows(
         starts=np.asarray(starts),
         lengths=np.asarray(lengths),
@@ -109,7 +112,8 @@ def draw_pair(
         vocabulary: Vocabulary, which determines where lines and words begin.
     """
     cut = _draw_cut(tokens, draws, vocabulary)
-    first, second = tokens[:cut], tokens[cut:]
+    first = tokens[:cut]
+    second = tokens[cut:]
     if draws.uniform(1)[0] >= 0.5:
         return first, second, 0
     if other is None:
@@ -158,7 +162,8 @@ class Draws:
 # ---- Whole-word masking: choice of the tokens to predict, and their replacements -----------------
 
 
-_MASKED, _RANDOM = 0.8, 0.1
+_MASKED = 0.8
+_RANDOM = 0.1
 """Shares of the chosen tokens that become [MASK] and a random token.
 
 The rest is unchanged (arXiv 1810.04805, section 3.1).
@@ -206,7 +211,9 @@ def replace_tokens(tokens: np.ndarray, *, draws: Draws, vocabulary: WordVocabula
 
 # ---- Word boundaries of tokens, looked up by id without reading the text -------------------------
 
-CLS, SEP, MASK = "[CLS]", "[SEP]", "[MASK]"
+CLS = "[CLS]"
+SEP = "[SEP]"
+MASK = "[MASK]"
 SPECIAL_PIECES = (CLS, SEP, MASK)
 
 

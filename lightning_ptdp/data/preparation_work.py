@@ -20,7 +20,6 @@ import json
 import multiprocessing
 import os
 import shutil
-import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -29,9 +28,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from rich.console import Console
-from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
+from tqdm import tqdm
 
+from lightning_ptdp.base.time_limit import in_thread
 from lightning_ptdp.checkpoint.files import discard, new_number
 from lightning_ptdp.data.data_error import CorpusError, DataError, TokenizerError
 
@@ -129,7 +128,7 @@ def _empty(folder: Path) -> None:
 
 # ---- Calls of functions in other processes -------------------------------------------------------
 #
-# ``ordered_map`` covers many items and keeps the order of the results. ``apart`` makes one call whose
+# ``ordered_map`` covers many items and keeps the order of the results. ``call_in_process`` makes one call whose
 # memory must be returned to the system.
 
 
@@ -154,7 +153,7 @@ def ordered_map(
     yield from _over_processes(function, items, num_workers)
 
 
-def apart(function: Callable[[Item], Result], item: Item) -> Result:
+def call_in_process(function: Callable[[Item], Result], item: Item) -> Result:
     """Return ``function(item)``, computed in a process of its own.
 
     The end of the process returns its memory to the system, which an allocator seldom does.
@@ -203,7 +202,7 @@ def _prepare_worker() -> None:
         parent.join()
         os._exit(1)
 
-    threading.Thread(target=wait, daemon=True).start()
+    in_thread(wait)
 
 
 # ---- Progress of a preparation: a bar on a terminal, occasional lines elsewhere ------------------
@@ -222,19 +221,20 @@ class Reporter:
     bars: bool
 
     @contextlib.contextmanager
-    def bar(self, verb: str, total: int) -> Iterator[Callable[[int], None]]:
+    def bar(self, verb: str, total: int) -> Iterator[Callable[[int], object]]:
         """Show progress, and yield a function to call with every number of bytes done.
 
         The bar is full after ``total`` bytes.
         """
-        console = Console(stderr=True)
-        if not self.bars or not console.is_terminal:
-            yield self._lines(verb, total)
-            return
-        columns = (*Progress.get_default_columns(), DownloadColumn(), TransferSpeedColumn())
-        with Progress(*columns, console=console, transient=True) as progress:
-            task = progress.add_task(verb, total=total)
-            yield lambda done: progress.advance(task, done)
+        with tqdm(
+            total=total,
+            desc=verb,
+            unit="B",
+            unit_scale=True,
+            leave=False,
+            disable=None if self.bars else True,  # None: only on a terminal
+        ) as bar:
+            yield self._lines(verb, total) if bar.disable else bar.update
 
     def _lines(self, verb: str, total: int) -> Callable[[int], None]:
         """Return a function that says a line at every tenth of the total."""
@@ -242,7 +242,8 @@ class Reporter:
 
         def advance(done: int) -> None:
             nonlocal reached
-            before, reached = reached, reached + done
+            before = reached
+            reached += done
             tenth = 10 * reached // max(total, 1)
             if 10 * before // max(total, 1) < tenth < 10:
                 self.say(f"{verb}: {10 * tenth} % of {total / 1e6:,.1f} MB")

@@ -10,13 +10,12 @@
 
 All kinds of data are stored in this form. A subclass of ``Preparation`` makes the tokens.
 
-The folder appears complete or not at all. Until then, the data are in a hidden folder beside it
+The folder appears complete or not at all. Until then, the data are in a hidden folder next to it
 (``preparation_work.py``). If a call is killed, the next call reuses the finished parts.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -27,10 +26,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 from lightning_ptdp.base.option_types import Size, check_fraction, check_types
-from lightning_ptdp.checkpoint.files import replace
+from lightning_ptdp.checkpoint.files import replace, sha256
 from lightning_ptdp.data.data_error import DataError, StoreError
 from lightning_ptdp.data.file_pieces import CorpusFile, listing_digest
 from lightning_ptdp.data.huggingface_tokenizer import AnyTokenizer
@@ -47,6 +46,9 @@ from lightning_ptdp.data.manifest import (
 from lightning_ptdp.data.preparation_work import Reporter, work_folder
 
 Progress = Callable[[str], None]
+BuiltStore: TypeAlias = tuple[AnyTokenizer, dict[str, SplitRecord], dict[str, Any]]
+"""Tokenizer, record of each split, and the fields of ``CorpusRecord`` that follow from the contents.
+"""
 
 _log = logging.getLogger(__name__)
 _NOT_SETTINGS = ("output", "overwrite", "num_workers", "part_bytes")
@@ -113,7 +115,7 @@ class Preparation(ABC):
         """
 
     def check_source(self) -> None:
-        """Check everything that does not require reading the whole source; write nothing.
+        """Check everything that does not require reading all of the source; write nothing.
 
         Raises:
             DataError: The source or the tokenizer cannot be used.
@@ -122,15 +124,8 @@ class Preparation(ABC):
         self.given_tokenizer()
 
     @abstractmethod
-    def build(
-        self, work: Path, folder: Path, report: Reporter
-    ) -> tuple[AnyTokenizer, dict[str, SplitRecord], dict[str, Any]]:
-        """Write the tokens of both splits into ``folder``.
-
-        Returns:
-            The tokenizer, a record of each split, and the fields of ``CorpusRecord`` that follow
-            from the contents.
-        """
+    def build(self, work: Path, folder: Path, report: Reporter) -> BuiltStore:
+        """Write the tokens of both splits into ``folder``."""
 
     def _settings(self, **changed: object) -> dict[str, Any]:
         """Return the options, with changes, as they compare equal to those of a manifest."""
@@ -246,7 +241,7 @@ def prepare(
 
 
 def _existing(config: Preparation, output: Path, hashes: bool) -> Manifest:
-    """Return the manifest of a folder, after a check that its settings and sources are the same."""
+    """Return the manifest of a folder after a check of its settings and sources."""
     manifest = Manifest.read(output)
     stored, current = ({"form": item.form, **item.settings} for item in (manifest, config))
     differences = [
@@ -311,14 +306,15 @@ def _build(config: Preparation, work: Path, report: Reporter) -> tuple[Path, Man
 
 def _key(config: Preparation) -> dict[str, Any]:
     """Return the settings on which finished parts of a preparation depend."""
-    files, tokenizer = config.files(), config.given_tokenizer()
+    files = config.files()
+    tokenizer = config.given_tokenizer()
     times = "\n".join(str(file.path.stat().st_mtime_ns) for file in files)
     return {
         "format": FORMAT,
         "settings": config.settings,
         "part_bytes": getattr(config, "part_bytes", None),
         "listing": listing_digest(files),
-        "times": hashlib.sha256(times.encode()).hexdigest(),
+        "times": sha256(times.encode()),
         "tokenizer": None if tokenizer is None else tokenizer.fingerprint,
     }
 

@@ -100,7 +100,8 @@ class Scan:
 
 def scan(documents: Iterable[Document], *, seed: int, undecodable: list[str]) -> Scan:
     """Read every document once; ``undecodable`` is filled by the reader meanwhile."""
-    scores, sizes = array("Q"), array("Q")
+    scores = array("Q")
+    sizes = array("Q")
     listing = []
     for document in documents:
         scores.append(score(document.text, seed))
@@ -125,8 +126,10 @@ def survey(scans: Iterable[Scan], *, validation_fraction: float, seed: int) -> S
     Raises:
         CorpusError: There is no text, or not enough to divide.
     """
-    scores, sizes = array("Q"), array("Q")
-    digest, undecodable = hashlib.sha256(), []
+    scores = array("Q")
+    sizes = array("Q")
+    digest = hashlib.sha256()
+    undecodable = []
     for part in scans:
         undecodable += part.undecodable
         scores.extend(part.scores)
@@ -155,7 +158,8 @@ def _byscore(scores: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 def _divide(scores: np.ndarray, sizes: np.ndarray, fraction: float, seed: int) -> Split:
     target = fraction * int(sizes.sum())
-    chosen, taken = set(), 0
+    chosen = set()
+    taken = 0
     for start in range(0, len(scores), _AT_ONCE):
         part = slice(start, start + _AT_ONCE)
         for score, size in zip(scores[part].tolist(), sizes[part].tolist(), strict=True):

@@ -13,7 +13,7 @@ import hashlib
 from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -25,6 +25,8 @@ from lightning_ptdp.data.data_error import StoreError
 from lightning_ptdp.data.manifest import Manifest, SplitName
 from lightning_ptdp.data.token_store import ChunkMap
 
+Batch: TypeAlias = dict[str, torch.Tensor]
+
 IGNORE_INDEX = -100
 """Label that losses ignore (the default of ``torch.nn.functional.cross_entropy``)."""
 
@@ -32,7 +34,7 @@ PADDING = -1
 """Sample number of a row that only fills up a batch: input ids 0, labels ``IGNORE_INDEX``."""
 
 
-class SampleStream(Dataset[dict[str, torch.Tensor]]):
+class SampleStream(Dataset[Batch]):
     """Samples by number, as the loaders read them.
 
     Subclasses define the rows (``__getitems__``, ``as_batch``). A visit identifies a sample and the
@@ -57,7 +59,7 @@ class SampleStream(Dataset[dict[str, torch.Tensor]]):
         """Return the number of samples in an epoch."""
         return self._size
 
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+    def __getitem__(self, index: int) -> Batch:
         """Return one sample of the first epoch, in the stored order."""
         if not 0 <= index < self._size:
             raise IndexError(f"sample {index} of {self._size}")
@@ -87,7 +89,7 @@ class SampleStream(Dataset[dict[str, torch.Tensor]]):
         """
 
     @abstractmethod
-    def as_batch(self, rows: Any) -> dict[str, torch.Tensor]:
+    def as_batch(self, rows: Any) -> Batch:
         """Return the batch made of rows."""
 
 
@@ -144,10 +146,11 @@ class BlockStream(SampleStream):
                 blocks_bs[row] = self._tokens.read(number)
         return blocks_bs
 
-    def as_batch(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
+    def as_batch(self, rows: np.ndarray) -> Batch:
         """Return ``input_ids`` and ``labels``, int64 of shape (b, s), of blocks of s + 1 tokens."""
         tokens_bs = torch.from_numpy(rows).long()
-        inputs_bs, labels_bs = tokens_bs[:, :-1].contiguous(), tokens_bs[:, 1:].contiguous()
+        inputs_bs = tokens_bs[:, :-1].contiguous()
+        labels_bs = tokens_bs[:, 1:].contiguous()
         padding_b = tokens_bs[:, 0] == PADDING
         inputs_bs[padding_b] = 0
         labels_bs[padding_b] = IGNORE_INDEX
@@ -239,7 +242,8 @@ def _feistel(values: np.ndarray, bits: int, keys: list[np.uint64]) -> np.ndarray
     low_bits = np.uint64(bits // 2)
     low_mask = np.uint64((1 << bits // 2) - 1)
     high_mask = np.uint64((1 << bits - bits // 2) - 1)
-    low, high = values & low_mask, values >> low_bits
+    low = values & low_mask
+    high = values >> low_bits
     for step, key in enumerate(keys):
         if step % 2:
             low = low ^ (_mix(high, key) & low_mask)

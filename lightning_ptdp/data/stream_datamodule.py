@@ -147,7 +147,9 @@ class StreamDataModule(DescribedData, LightningDataModule):
             loader.load_state_dict(self._saved)
         elif self._train is not None and self.trainer is not None and self.trainer.global_step:
             loader.load_state_dict(self._train.state_dict())
-        self._train, self._train_for, self._saved = loader, self.trainer, {}
+        self._train = loader
+        self._train_for = self.trainer
+        self._saved = {}
         return loader
 
     def val_dataloader(self) -> EvaluationLoader:
@@ -329,7 +331,8 @@ class BatchOptions:
         Raises:
             ValueError: The sizes do not divide. The message gives sizes that do.
         """
-        micro_batch_size, num_microbatches = self.micro_batch_size, self.num_microbatches
+        micro_batch_size = self.micro_batch_size
+        num_microbatches = self.num_microbatches
         if self.global_batch_size is None:
             micro_batch_size = micro_batch_size or _MICRO_BATCH_SIZE
             num_microbatches = num_microbatches or 1

@@ -15,19 +15,22 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import numpy as np
 
 from lightning_ptdp.base.untrusted import inside, read_json
 from lightning_ptdp.data.data_error import StoreError, reading
 
+LearnedTokens: TypeAlias = tuple[np.ndarray, np.ndarray]
+"""Ids of tokens, and a mask of those that are learned."""
 INDEX_FILE = "index.json"
 TokenType = Literal["uint16", "int32"]
 # Number of items (one), position of its first byte and position after its last, four bytes each;
 # then the tokens.
 _HEADER_BYTES = 12
-_FIRST, _LEARNED = 1 << 30, 1 << 29
+_FIRST = 1 << 30
+_LEARNED = 1 << 29
 MARKS = _FIRST | _LEARNED
 """Bits of a token in a store of conversations: it begins a sample, it is learned."""
 CHUNK_TOKENS = 1 << 22
@@ -55,7 +58,7 @@ def mark_sample(ids: np.ndarray, learned: np.ndarray) -> np.ndarray:
     return tokens
 
 
-def unmark(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def unmark(tokens: np.ndarray) -> LearnedTokens:
     """Return the ids of marked tokens, int32, and a mask of the learned ones."""
     return tokens & ~MARKS, (tokens & _LEARNED) != 0
 
@@ -82,7 +85,8 @@ def write_chunks(
     from litdata import TokensLoader
     from litdata.streaming.writer import BinaryWriter
 
-    writer, total = None, 0
+    writer = None
+    total = 0
     for number, chunk in enumerate(_joined(runs, chunk_tokens, dtype)):
         if writer is None:
             with patch.dict(os.environ, _ALONE):
@@ -109,9 +113,11 @@ def _joined(
         pending.append(np.asarray(run, dtype))
         tokens += len(run)
         if tokens >= size:
-            joined, cut = np.concatenate(pending), tokens // size * size
+            joined = np.concatenate(pending)
+            cut = tokens // size * size
             yield from (joined[start : start + size] for start in range(0, cut, size))
-            pending, tokens = [joined[cut:]], tokens - cut
+            pending = [joined[cut:]]
+            tokens -= cut
     if tokens:
         yield np.concatenate(pending)
 
@@ -141,14 +147,17 @@ def read_chunks(folder: str | Path, dtype: TokenType) -> tuple[Chunk, ...]:
     Raises:
         StoreError: The index or a chunk is missing or damaged.
     """
-    path, width = Path(folder, INDEX_FILE), np.dtype(dtype).itemsize
+    path = Path(folder, INDEX_FILE)
+    width = np.dtype(dtype).itemsize
     chunks = []
     with reading(path, StoreError, "Prepare the data again with overwrite"):
         for entry in read_json(path)["chunks"]:
-            file, tokens = inside(folder, entry["filename"]), entry["dim"]
+            file = inside(folder, entry["filename"])
+            tokens = entry["dim"]
             if type(tokens) is not int or not 0 < tokens <= _MOST_TOKENS:
                 raise ValueError("a chunk has an invalid number of tokens")
-            info, size = file.stat(), _HEADER_BYTES + tokens * width
+            info = file.stat()
+            size = _HEADER_BYTES + tokens * width
             if not stat.S_ISREG(info.st_mode) or info.st_size != size:
                 raise ValueError(f"{file} has {info.st_size} bytes, but must have {size}")
             chunks.append(Chunk(file, tokens, dtype))
@@ -200,16 +209,19 @@ class ChunkMap:
 
         Blocks are counted over all chunks.
         """
-        parts, stop = [], start + count
+        parts = []
+        stop = start + count
         number = int(np.searchsorted(self._ends, start, side="right"))
         while start < stop:
             end = int(self._ends[number])
-            first, part_end = end - int(self._sizes[number]), min(stop, end)
+            first = end - int(self._sizes[number])
+            part_end = min(stop, end)
             span = slice((start - first) * self.block_size, (part_end - first) * self.block_size)
             tokens = self._map(number)[span]
             self._check(tokens, number)
             parts.append(tokens.astype(np.int32))
-            start, number = part_end, number + 1
+            start = part_end
+            number += 1
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def check(self) -> None:

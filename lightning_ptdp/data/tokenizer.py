@@ -7,7 +7,6 @@ is a token of its own, and characters outside the vocabulary become bytes. Ids: 
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import re
@@ -16,6 +15,7 @@ from itertools import chain
 from pathlib import Path
 
 from lightning_ptdp.base.untrusted import inside, read_bytes, read_json
+from lightning_ptdp.checkpoint.files import sha256
 from lightning_ptdp.data.data_error import TokenizerError, reading
 
 MODEL_FILE = "tokenizer.model"
@@ -76,9 +76,7 @@ class Tokenizer:
             raise TokenizerError(
                 f"a piece of the sentencepiece model is not text: {error}"
             ) from error
-        self.fingerprint = hashlib.sha256(
-            "\n".join(map(repr, pieces)).encode("utf-8", "backslashreplace")
-        ).hexdigest()
+        self.fingerprint = sha256("\n".join(map(repr, pieces)).encode("utf-8", "backslashreplace"))
         self._mark_ids = [self._processor.piece_to_id(piece) for piece in _MARK_BYTES]
         newline = self._processor.piece_to_id("\n")
         if (
@@ -113,7 +111,7 @@ class Tokenizer:
         import sentencepiece
 
         errors: list[BaseException] = []
-        lines = _noting(_sentences(texts), errors)
+        lines = _recording_errors(_sentences(texts), errors)
         first = next(lines, None)
         if first is None:
             raise TokenizerError("there is no text to train the tokenizer on")
@@ -154,13 +152,14 @@ class Tokenizer:
         Raises:
             TokenizerError: A file is missing or damaged; the message names it.
         """
-        model_file, record_file = Path(folder, MODEL_FILE), Path(folder, RECORD_FILE)
+        model_file = Path(folder, MODEL_FILE)
+        record_file = Path(folder, RECORD_FILE)
         with reading(f"tokenizer file {model_file}", TokenizerError, _REMEDY):
             model = read_bytes(inside(folder, MODEL_FILE), most_bytes=_MODEL_BYTES)
         with reading(f"tokenizer file {record_file}", TokenizerError, _REMEDY):
             record = read_json(inside(folder, RECORD_FILE), most_bytes=_RECORD_BYTES)
             digest = record["sha256"]
-        if hashlib.sha256(model).hexdigest() != digest:
+        if sha256(model) != digest:
             raise TokenizerError(
                 f"tokenizer file {model_file} ({len(model)} bytes) is damaged: its sha256 "
                 f"differs from {RECORD_FILE}. {_REMEDY}"
@@ -181,7 +180,7 @@ class Tokenizer:
     def save(self, folder: str | Path) -> None:
         """Write ``tokenizer.model``, and ``tokenizer.json`` with its hash, fingerprint and size."""
         record = {
-            "sha256": hashlib.sha256(self.model).hexdigest(),
+            "sha256": sha256(self.model),
             "fingerprint": self.fingerprint,
             "vocabulary_size": self.vocabulary_size,
         }
@@ -279,14 +278,14 @@ def _segments(text: str) -> Iterator[str]:
 
 
 def _sentences(texts: Iterable[str]) -> Iterator[str]:
-    """Yield lines without their newline, cut to the limit above which sentencepiece drops them."""
+    """Yield lines without newline, cut to the limit above which sentencepiece drops them."""
     for text in texts:
         for line in text.split("\n"):
             for start in range(0, len(line), _MAX_SENTENCE):
                 yield line[start : start + _MAX_SENTENCE]
 
 
-def _noting(lines: Iterator[str], errors: list[BaseException]) -> Iterator[str]:
+def _recording_errors(lines: Iterator[str], errors: list[BaseException]) -> Iterator[str]:
     """Yield the lines, and record an exception among them.
 
     sentencepiece would replace the exception by one of its own.

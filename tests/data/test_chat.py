@@ -201,7 +201,7 @@ def test_all_file_and_column_formats_give_same_samples(data, tmp_path):
 def test_instructions_become_conversations(data, tmp_path, row, options, said):
     write_rows(tmp_path / "data.jsonl", [row, {key: f"{value} " for key, value in row.items()}])
     made = prepared(data("data.jsonl", **options))
-    tokenizer = made.prepare_config.tokenizer().of_transformers
+    tokenizer = made.prepare_config.given_tokenizer().of_transformers
     texts = [tokenizer.decode(made._stream(split).read(0)[0]) for split in ("train", "validation")]
     short = min(texts, key=len)
     assert short == "".join(f"<|im_start|>{part}<|im_end|>\n" for part in _parts(said))
@@ -554,7 +554,7 @@ def test_optional_columns_of_later_rows_are_read(data, tmp_path):
     rows.append({"instruction": "Say", "input": "D", "output": "B", "system": "C"})
     write_rows(tmp_path / "rows.jsonl", rows)
     made = prepared(data("rows.jsonl", split_seed=1))
-    decode = made.prepare_config.tokenizer().of_transformers.decode
+    decode = made.prepare_config.given_tokenizer().of_transformers.decode
     streams = [made._stream(split) for split in ("train", "validation")]
     texts = [decode(stream.read(i)[0]) for stream in streams for i in range(stream.samples)]
     assert sum("system\nC<" in text and "Say\n\nD<" in text for text in texts) == 1

@@ -53,7 +53,7 @@ def data(model, tmp_path):
 
 def texts(module):
     """Return the prompts and the two answers of all training pairs."""
-    decode = module.prepare_config.tokenizer().of_transformers.decode
+    decode = module.prepare_config.given_tokenizer().of_transformers.decode
     stream = module._stream("train")
     batch = stream.as_batch(stream.__getitems__(range(len(stream))))
     found = []

@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from lightning_ptdp.data import DataError
-from lightning_ptdp.data.preparation_work import apart, ordered_map
+from lightning_ptdp.data.preparation_work import call_in_process, ordered_map
 
 
 def square(number):
@@ -51,8 +51,8 @@ def test_prefetch_of_items_is_bounded():
 
 
 def test_call_in_separate_process_returns_or_raises():
-    assert apart(square, 3) == 9
+    assert call_in_process(square, 3) == 9
     with pytest.raises(ValueError, match="unlucky"):
-        apart(square, 13)
+        call_in_process(square, 13)
     with pytest.raises(DataError, match="a process was killed"):
-        apart(square, 17)
+        call_in_process(square, 17)
