@@ -123,32 +123,32 @@ def layout_options(text: str, world_size: int) -> dict[str, int | bool]:
     Raises:
         UserError: ``text`` is not a layout of ``world_size`` processes.
     """
-    degrees = dict.fromkeys(_DEGREES, 1)
-    replicas = None
-    for word in text.split():
+    text = text.strip()
+    words = text.split()
+    degrees = {}
+    for word in words:
         match = re.fullmatch(rf"([d{''.join(_DEGREES)}])([1-9]\d*)", word)
-        if match is None and word != "sp":
-            raise UserError(
-                f"--compare {text.strip()!r}: {word!r} is not a degree. Use a form like 't2 p2 "
-                "v2' (or c2, sp)"
-            )
-        if match is not None and match[1] == "d":
-            replicas = int(match[2])
-        elif match is not None:
+        if match is not None:
             degrees[match[1]] = int(match[2])
-    chosen = {_DEGREES[letter]: degree for letter, degree in degrees.items()}
+        elif word != "sp":
+            raise UserError(
+                f"--compare {text!r}: {word!r} is not a degree. Use a form like 't2 p2 v2' "
+                "(or c2, sp)"
+            )
+    chosen = {option: degrees.get(letter, 1) for letter, option in _DEGREES.items()}
     try:
         layout = ParallelLayout.chosen(chosen, world_size=world_size)
     except ValueError as error:
-        raise UserError(f"--compare {text.strip()!r}: {error}") from error
-    if replicas not in (None, layout.data_parallel_size):
+        raise UserError(f"--compare {text!r}: {error}") from error
+    replicas = degrees.get("d", layout.data_parallel_size)
+    if replicas != layout.data_parallel_size:
         raise UserError(
-            f"--compare {text.strip()!r}: d{replicas} would need "
+            f"--compare {text!r}: d{replicas} would need "
             f"{world_size // layout.data_parallel_size * replicas} processes, but there are "
             f"{world_size}. Use d{layout.data_parallel_size}, or leave it out"
         )
-    if "sp" in text.split() or degrees["t"] == 1:
-        return {**chosen, "sequence_parallel": "sp" in text.split()}
+    if "sp" in words or layout.tensor_parallel_size == 1:
+        return {**chosen, "sequence_parallel": "sp" in words}
     return {**chosen}
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import zipfile
+from argparse import Namespace
 from datetime import datetime
 from typing import TYPE_CHECKING
 
 from rich.filesize import decimal
 
-from lightning_ptdp.cli.command_line import add_dtype_argument, dtype_of
+from lightning_ptdp.cli.command_line import DTYPE, VerbOption, add_options, dtype_of, verb_parser
 from lightning_ptdp.cli.failures import UserError
 
 if TYPE_CHECKING:
@@ -19,18 +19,20 @@ if TYPE_CHECKING:
 
 
 _EXIT_CODES = "Exit codes: 0 no problem found, 2 damaged or not a checkpoint."
+_INSPECT_OPTIONS = (
+    VerbOption("tensors", None, "list every tensor with its shape and dtype"),
+    VerbOption("json", None, "print the output as JSON"),
+)
+_RESHARD_OPTIONS = (
+    VerbOption("files", int, "number of data files (default 1)", 1, dest="num_files"),
+    VerbOption("weights_only", None, "leave out the optimizer and the schedulers"),
+    DTYPE,
+)
 
 
 def run(verb: str, arguments: list[str]) -> int:
     """Parse the command line and run the chosen command."""
-    options = _parser(f"ptdp {verb}").parse_args(arguments)
-    return int(options.action(options))
-
-
-def _parser(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=prog, description="Inspect, verify or reshard a checkpoint.", epilog=_EXIT_CODES
-    )
+    parser = verb_parser(verb, "Inspect, verify or reshard a checkpoint.", epilog=_EXIT_CODES)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     inspect = commands.add_parser(
         "inspect",
@@ -40,10 +42,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     inspect.add_argument(
         "path", help="a checkpoint folder, the link 'latest', or Lightning's single file"
     )
-    inspect.add_argument(
-        "--tensors", action="store_true", help="list every tensor with its shape and dtype"
-    )
-    inspect.add_argument("--json", action="store_true", help="print the output as JSON")
+    add_options(inspect, _INSPECT_OPTIONS)
     inspect.set_defaults(action=_inspect)
     verify = commands.add_parser(
         "verify",
@@ -61,18 +60,13 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     )
     reshard.add_argument("source", help="a checkpoint folder, or Lightning's single file")
     reshard.add_argument("destination", help="the folder to create")
-    reshard.add_argument(
-        "--files", dest="num_files", type=int, default=1, help="number of data files (default 1)"
-    )
-    reshard.add_argument(
-        "--weights_only", action="store_true", help="leave out the optimizer and the schedulers"
-    )
-    add_dtype_argument(reshard)
+    add_options(reshard, _RESHARD_OPTIONS)
     reshard.set_defaults(action=_reshard)
-    return parser
+    options = parser.parse_args(arguments)
+    return int(options.action(options))
 
 
-def _inspect(options: argparse.Namespace) -> int:
+def _inspect(options: Namespace) -> int:
     from lightning_ptdp.checkpoint import read_metadata
     from lightning_ptdp.checkpoint.remote_path import located
     from lightning_ptdp.exchange.state_dict_files import file_metadata
@@ -92,7 +86,7 @@ def _inspect(options: argparse.Namespace) -> int:
     return 0
 
 
-def _verify(options: argparse.Namespace) -> int:
+def _verify(options: Namespace) -> int:
     from lightning_ptdp.checkpoint import CheckpointError, verify_checkpoint
     from lightning_ptdp.checkpoint.remote_path import located
     from lightning_ptdp.exchange.state_dict_files import verify_file
@@ -114,7 +108,7 @@ def _verify(options: argparse.Namespace) -> int:
     return 0
 
 
-def _reshard(options: argparse.Namespace) -> int:
+def _reshard(options: Namespace) -> int:
     from lightning_ptdp.checkpoint import files, read_metadata, reshard_checkpoint
     from lightning_ptdp.checkpoint.metadata import METADATA_FILE
     from lightning_ptdp.checkpoint.remote_path import located

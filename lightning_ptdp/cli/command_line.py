@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from lightning_ptdp.base.option_types import check_writable_folder
 from lightning_ptdp.cli.failures import UserError
@@ -55,9 +54,19 @@ def listed(text: str) -> list[str]:
     return [part.strip() for part in text.split(",")]
 
 
-# ---- Options of the configured verbs that are not Lightning's -------------------------------------
-#
-# The parser, the short help and the completions all read this table.
+def positive(text: str) -> int:
+    """Return a positive integer."""
+    if not text.strip().isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
+    return int(text)
+
+
+def integers(text: str) -> list[int]:
+    """Return comma-separated positive integers."""
+    return [positive(part) for part in text.split(",")]
+
+
+# ---- Options of verbs ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -66,15 +75,81 @@ class VerbOption:
 
     Attributes:
         name: Name without dashes.
-        type: Type of its value; None if the option takes no value.
+        type: Type of its value, or a function that reads it; None if the option takes no value. An
+            option with a list may be repeated.
         text: Text of the help.
         default: Value if the option is not given.
+        dest: Name of the parsed value, if it is not that of the option.
+        required: Refuse a command line without the option.
     """
 
     name: str
     type: Any
     text: str
     default: object = None
+    dest: str | None = None
+    required: bool = False
+
+
+_METAVARS: Mapping[Any, str] = {
+    int: "N",
+    positive: "N",
+    integers: "N,…",
+    float: "X",
+    str: "TEXT",
+    listed: "A,B,…",
+    Path: "PATH",
+}
+
+
+def verb_parser(
+    verb: str, description: str, options: Iterable[VerbOption] = (), **settings: Any
+) -> argparse.ArgumentParser:
+    """Return the parser of a verb with these options.
+
+    Args:
+        verb: Name of the verb.
+        description: Text above the options in the help.
+        options: Options of the verb.
+        settings: Further arguments of ``ArgumentParser``.
+    """
+    parser = argparse.ArgumentParser(
+        prog=f"ptdp {verb}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        **settings,
+    )
+    add_options(parser, options)
+    return parser
+
+
+def add_options(
+    parser: argparse.ArgumentParser, options: Iterable[VerbOption], *, group: str | None = None
+) -> None:
+    """Add options to a parser, below the title ``group`` in the help."""
+    target = parser if group is None else parser.add_argument_group(group)
+    for option in options:
+        settings: dict[str, Any] = {
+            "dest": option.dest,
+            "default": option.default,
+            "required": option.required,
+            "help": option.text,
+        }
+        if option.type is None:
+            settings |= {"action": "store_true", "default": False}
+        elif get_origin(option.type) is Literal:
+            settings["choices"] = get_args(option.type)
+        elif get_origin(option.type) is list:
+            (kind,) = get_args(option.type)
+            settings |= {"action": "append", "type": kind, "metavar": _METAVARS[kind]}
+        else:
+            settings |= {"type": option.type, "metavar": _METAVARS.get(option.type)}
+        target.add_argument(f"--{option.name}", **settings)
+
+
+# ---- Options of the configured verbs that are not Lightning's -------------------------------------
+#
+# The parser, the short help and the completions all read this table.
 
 
 DESCRIPTIONS = {
@@ -164,16 +239,11 @@ def options_of_verb(verb: str) -> tuple[VerbOption, ...]:
 # ---- Names of dtypes on the command line ---------------------------------------------------------
 
 
-DTYPES = ("float64", "float32", "bfloat16", "float16")
-
-
-def add_dtype_argument(parser: argparse.ArgumentParser) -> None:
-    """Add the option ``--dtype`` to a parser."""
-    parser.add_argument(
-        "--dtype",
-        choices=DTYPES,
-        help="convert the model's floating-point tensors (default: unchanged)",
-    )
+DTYPE = VerbOption(
+    "dtype",
+    Literal["float64", "float32", "bfloat16", "float16"],
+    "convert the model's floating-point tensors (default: unchanged)",
+)
 
 
 def dtype_of(name: str | None) -> torch.dtype | None:
@@ -207,17 +277,13 @@ def check_picture(option: str, path: str | Path | None) -> None:
     """Check that a picture can be written.
 
     Raises:
-        UserError: Its suffix is unknown, matplotlib is not installed, or its folder does not exist.
+        UserError: Its suffix is unknown, or its folder does not exist.
         ValueError: The folder is not writable.
     """
     if path is None:
         return
     if Path(path).suffix not in _PICTURES:
         raise UserError(f"{option} {path} must end in {', '.join(_PICTURES)}")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UserError(
-            f"{option} {path} needs matplotlib. Run: pip install matplotlib, or leave it out"
-        )
     folder = Path(path).absolute().parent
     if not folder.exists():
         raise UserError(

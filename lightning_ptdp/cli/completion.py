@@ -7,7 +7,6 @@ verbs are read from their ``--help``.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib
 import io
@@ -15,10 +14,15 @@ import re
 from collections.abc import Sequence
 from types import ModuleType
 
-from lightning_ptdp.cli.command_line import CONFIG, CONFIGURED, options_of_verb, options_on
-from lightning_ptdp.cli.config_files import find_config, recipe_names
+from lightning_ptdp.cli.command_line import (
+    CONFIG,
+    CONFIGURED,
+    options_of_verb,
+    options_on,
+    verb_parser,
+)
+from lightning_ptdp.cli.config_files import find_config, leaves, recipe_names, resolve_config, short
 from lightning_ptdp.cli.failures import UserError
-from lightning_ptdp.cli.inheritance import leaves, resolve_config, short
 from lightning_ptdp.cli.launcher import SCRIPTS
 
 _SCRIPTS = {
@@ -59,11 +63,7 @@ _COMMAND = re.compile(r"^    ([a-z]+)(?: |$)", re.MULTILINE)
 
 def run(verb: str, arguments: list[str]) -> int:
     """Print a shell's script or, when that script asks, the words that complete a line."""
-    parser = argparse.ArgumentParser(
-        prog=f"ptdp {verb}",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = verb_parser(verb, _DESCRIPTION)
     parser.add_argument("shell", choices=(*_SCRIPTS, "words"), help="words: used by the scripts")
     parser.add_argument("line", nargs="*", help="words: the current line, without ptdp")
     options = parser.parse_args(arguments)

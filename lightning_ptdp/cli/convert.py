@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lightning_ptdp.base.errors import one_line
 from lightning_ptdp.base.option_types import check_writable_folder
 from lightning_ptdp.base.requirements import import_optional
-from lightning_ptdp.cli.command_line import add_dtype_argument, dtype_of
+from lightning_ptdp.cli.command_line import DTYPE, VerbOption, dtype_of, verb_parser
 from lightning_ptdp.cli.failures import UserError
 
 _DESCRIPTION = """\
@@ -30,14 +29,78 @@ examples:
   ptdp convert llama-hf start.ckpt                     then: ptdp fit --init_from start.ckpt …
   ptdp convert bert-hf start.ckpt --names hf           for a LightningModule with self.model = BertForMaskedLM(…)
   ptdp convert runs/last.ckpt model.safetensors --prefix model."""
-_KINDS = ("checkpoint", "huggingface", "adapter", "state_dict", "lightning")
+_OPTIONS = (
+    VerbOption(
+        "to",
+        Literal["checkpoint", "huggingface", "adapter", "state_dict", "lightning"],
+        "kind of the target (default: derived from the source and the target's suffix)",
+    ),
+    VerbOption(
+        "names",
+        Literal["ptdp", "hf"],
+        "from Hugging Face: use names of the model of this package (default), or keep "
+        "those of Hugging Face",
+        "ptdp",
+    ),
+    VerbOption(
+        "prefix",
+        str,
+        "attribute of the model in the LightningModule, with a dot (default: for Hugging "
+        "Face, 'model.' when reading and the common prefix of all names when writing; "
+        "for state dicts none)",
+    ),
+    VerbOption(
+        "config",
+        str,
+        "to Hugging Face, for your own module that wraps a Hugging Face model: its "
+        "config.json or its folder",
+    ),
+    VerbOption(
+        "merge",
+        None,
+        "from a checkpoint of adapters: write the full model, with the adapters merged "
+        "into its weights",
+    ),
+    VerbOption(
+        "verify",
+        None,
+        "to Hugging Face: load the folder with transformers and compare it with the checkpoint",
+    ),
+    VerbOption(
+        "register",
+        str,
+        "to Hugging Face: add it to MLflow's registry, as the next version of this model",
+    ),
+    VerbOption(
+        "tracking_uri", str, "MLflow store of --register (default: that of the checkpoint's run)"
+    ),
+    VerbOption(
+        "shard_size",
+        str,
+        "maximum bytes of one Hugging Face file, such as 500MB (default 5GB)",
+        "5GB",
+    ),
+    DTYPE,
+)
 _CARD = "README.md"
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def run(verb: str, arguments: list[str]) -> int:
     """Parse the command line and convert."""
-    args = vars(_parser(f"ptdp {verb}").parse_args(arguments))
+    parser = verb_parser(verb, _DESCRIPTION, _OPTIONS)
+    parser.add_argument("source", help="the source")
+    parser.add_argument(
+        "destination", help="the target; an existing file, checkpoint or export there is replaced"
+    )
+    parser.add_argument(
+        "--push_to_hub",
+        "--push-to-hub",
+        metavar="REPOSITORY",
+        help="to Hugging Face: upload it to this repository of the Hugging Face Hub (user/model), "
+        "which is made as a private one if it does not exist",
+    )
+    args = vars(parser.parse_args(arguments))
     shard_bytes = _bytes(args.pop("shard_size"))
     verify = args.pop("verify")
     if verify and args["merge"]:
@@ -73,17 +136,7 @@ def run(verb: str, arguments: list[str]) -> int:
         )
         print(f"verified: {report}")
     if registry is not None:
-        from lightning_ptdp.loggers.mlflow_entities import log_folder
-
-        uri, run_id = registry
-        call = log_folder(
-            args["destination"],
-            name=name,
-            tracking_uri=uri,
-            run_id=run_id,
-            version_of=args["source"],
-        )
-        print(f"registered: {call}, store {uri}")
+        _register(args["destination"], str(name), registry, source=args["source"])
     if repository is not None:
         _push_folder(client, repository, args["destination"], source=args["source"])
         print(f"uploaded: {repository}")
@@ -105,71 +158,12 @@ def _registry(name: str, source: str, store: str | None) -> tuple[str, str | Non
     return registry
 
 
-def _parser(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=prog, description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("source", help="the source")
-    parser.add_argument(
-        "destination", help="the target; an existing file, checkpoint or export there is replaced"
-    )
-    parser.add_argument(
-        "--to",
-        choices=_KINDS,
-        help="kind of the target (default: derived from the source and the target's suffix)",
-    )
-    parser.add_argument(
-        "--names",
-        choices=("ptdp", "hf"),
-        default="ptdp",
-        help="from Hugging Face: use names of the model of this package (default), or keep "
-        "those of Hugging Face",
-    )
-    parser.add_argument(
-        "--prefix",
-        help="attribute of the model in the LightningModule, with a dot (default: for Hugging "
-        "Face, 'model.' when reading and the common prefix of all names when writing; "
-        "for state dicts none)",
-    )
-    parser.add_argument(
-        "--config",
-        help="to Hugging Face, for your own module that wraps a Hugging Face model: its "
-        "config.json or its folder",
-    )
-    parser.add_argument(
-        "--merge",
-        action="store_true",
-        help="from a checkpoint of adapters: write the whole model, with the adapters merged "
-        "into its weights",
-    )
-    parser.add_argument(
-        "--verify",
-        action="store_true",
-        help="to Hugging Face: load the folder with transformers and compare it with the "
-        "checkpoint",
-    )
-    parser.add_argument(
-        "--register",
-        metavar="NAME",
-        help="to Hugging Face: add it to MLflow's registry, as the next version of this model",
-    )
-    parser.add_argument(
-        "--tracking_uri", help="MLflow store of --register (default: that of the checkpoint's run)"
-    )
-    parser.add_argument(
-        "--push_to_hub",
-        "--push-to-hub",
-        metavar="REPOSITORY",
-        help="to Hugging Face: upload it to this repository of the Hugging Face Hub (user/model), "
-        "which is made as a private one if it does not exist",
-    )
-    parser.add_argument(
-        "--shard_size",
-        default="5GB",
-        help="maximum bytes of one Hugging Face file, such as 500MB (default 5GB)",
-    )
-    add_dtype_argument(parser)
-    return parser
+def _register(folder: str, name: str, registry: tuple[str, str | None], *, source: str) -> None:
+    from lightning_ptdp.loggers.mlflow_entities import log_folder
+
+    uri, run_id = registry
+    call = log_folder(folder, name=name, tracking_uri=uri, run_id=run_id, version_of=source)
+    print(f"registered: {call}, store {uri}")
 
 
 def _bytes(text: str) -> int:

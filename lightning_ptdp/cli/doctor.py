@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
+from typing import Literal
 
+from lightning_ptdp.cli.command_line import VerbOption, verb_parser
 from lightning_ptdp.cli.config_files import recipe_names
 from lightning_ptdp.cli.failures import UserError
 
@@ -17,62 +18,36 @@ The exit code is 0 if nothing failed, else 1. Everything has a time limit. The o
 _CALIBRATION_S = 120.0
 
 
-def parser(verb: str) -> argparse.ArgumentParser:
-    """Return the argument parser of ``ptdp doctor``."""
-    options = argparse.ArgumentParser(
-        prog=f"ptdp {verb}",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    options.add_argument(
-        "--devices",
-        dest="processes",
-        type=int,
-        default=2,
-        metavar="N",
-        help="processes to start (default 2)",
-    )
-    options.add_argument(
-        "--backend", choices=("gloo", "nccl"), help="default: nccl if there are as many GPUs"
-    )
-    options.add_argument(
-        "--root-dir",
-        type=Path,
-        default=Path(),
-        metavar="DIR",
-        help="folder for runs (default: the current folder)",
-    )
-    options.add_argument(
-        "--tracking-uri", metavar="URI", help="MLflow's store or server, such as http://host:5000"
-    )
-    options.add_argument(
-        "--data-dir", type=Path, metavar="DIR", help="a folder that ptdp prepare wrote"
-    )
-    options.add_argument(
-        "--timeout",
+_OPTIONS = (
+    VerbOption("devices", int, "processes to start (default 2)", 2, dest="processes"),
+    VerbOption("backend", Literal["gloo", "nccl"], "default: nccl if there are as many GPUs"),
+    VerbOption("root-dir", Path, "folder for runs (default: the current folder)", Path()),
+    VerbOption("tracking-uri", str, "MLflow's store or server, such as http://host:5000"),
+    VerbOption("data-dir", Path, "a folder that ptdp prepare wrote"),
+    VerbOption(
+        "timeout",
+        float,
+        "time limit of each part in seconds (default 60)",
+        60.0,
         dest="timeout_s",
-        type=float,
-        default=60.0,
-        metavar="S",
-        help="time limit of each part in seconds (default 60)",
-    )
-    options.add_argument(
-        "--calibrate",
-        action="store_true",
-        help="instead, measure the speed of the devices for ptdp plan, bench and layout=auto "
+    ),
+    VerbOption(
+        "calibrate",
+        None,
+        "instead, measure the speed of the devices for ptdp plan, bench and layout=auto "
         "(in less than two minutes), and write ptdp-machine.json to the current folder",
-    )
-    options.add_argument("--json", action="store_true", help="print the output as JSON")
-    return options
+    ),
+    VerbOption("json", None, "print the output as JSON"),
+)
 
 
 def run(verb: str, arguments: list[str]) -> int:
     """Run ``ptdp doctor`` and return 1 if a check failed, else 0.
 
     Raises:
-        UserError: A number is out of range.
+        UserError: A number is out of range, or the calibration failed.
     """
-    args = vars(parser(verb).parse_args(arguments))
+    args = vars(verb_parser(verb, _DESCRIPTION, _OPTIONS).parse_args(arguments))
     if args["processes"] < 1:
         raise UserError(f"--devices {args['processes']} must be at least 1")
     if args["timeout_s"] <= 0:

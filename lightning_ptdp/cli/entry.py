@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from lightning_ptdp.base.option_types import nearest
 from lightning_ptdp.base.requirements import check_core
 from lightning_ptdp.cli.command_line import CONFIGURED
+from lightning_ptdp.cli.config_files import resolve_configs
 from lightning_ptdp.cli.failures import (
     Terminated,
     UserError,
@@ -22,7 +23,6 @@ from lightning_ptdp.cli.failures import (
     worker_failure,
 )
 from lightning_ptdp.cli.imports import uncollected
-from lightning_ptdp.cli.inheritance import resolve_configs
 from lightning_ptdp.cli.launcher import wants_launcher
 from lightning_ptdp.cli.short_help import short_help
 from lightning_ptdp.version import __version__
@@ -67,7 +67,7 @@ VERBS = {
         "draw a schedule: ptdp timeline --pp 4 --vpp 2 --microbatches 8 --output x.png",
     ),
     "verify": (
-        "lightning_ptdp.cli.verify",
+        _RUN,
         "compare some steps of a layout with one process: ptdp verify --config gpt/nano",
     ),
     "bench": (

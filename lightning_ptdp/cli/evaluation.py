@@ -11,14 +11,13 @@ them together::
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import SimpleQueue
-from threading import Thread
 from typing import Any, TypeAlias
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lightning_ptdp.base.time_limit import in_thread
 from lightning_ptdp.cli.serving import next_of_rank_zero
 from lightning_ptdp.cli.serving_verbs import EvaluationOptions
 from lightning_ptdp.generation import Sampling, generate
@@ -74,30 +73,25 @@ class Evaluation(Callback):
         """Evaluate, and print and write the results on rank 0."""
         jobs: SimpleQueue[Job | None] = SimpleQueue()
         answers: SimpleQueue[Sequence[Any]] = SimpleQueue()
-        result: Future[dict[str, Any]] = Future()
 
         def ask(job: Job) -> Sequence[Any]:
             jobs.put(job)
             return answers.get()
 
-        def run() -> None:
+        def run() -> dict[str, Any]:
             layout = trainer.strategy.layout.describe()
             about = {"checkpoint": self.checkpoint, "layout": layout}
             try:
                 from lightning_ptdp.cli.harness import evaluate
 
-                result.set_result(
-                    evaluate(ask, self.tokenizer, pl_module, self.tasks, self.options, about)
-                )
-            except BaseException as error:
-                result.set_exception(error)
-            jobs.put(None)
+                return evaluate(ask, self.tokenizer, pl_module, self.tasks, self.options, about)
+            finally:
+                jobs.put(None)
 
-        if trainer.is_global_zero:
-            Thread(target=run, daemon=True).start()
+        result = in_thread(run) if trainer.is_global_zero else None
         while (job := next_of_rank_zero(trainer, jobs)) is not None:
             answers.put(job(pl_module, self.tokenizer))
-        if trainer.is_global_zero:
+        if result is not None:
             from lightning_ptdp.cli.harness import report
 
             report(result.result(), self.options.output)

@@ -69,7 +69,7 @@ def worker_failure(error: BaseException) -> WorkerFailure | None:
     """Return the worker's failure behind an error of torch's launcher, or None.
 
     If the user can fix the failure, the message is the last line of the worker's traceback.
-    Otherwise it is the launcher's whole text, or the signal that ended the process.
+    Otherwise it is the launcher's full text, or the signal that ended the process.
     """
     text = getattr(error, "msg", None)
     kind = type(error).__name__

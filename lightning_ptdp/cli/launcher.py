@@ -6,20 +6,25 @@ Nothing here imports torch, so the script is ready at once.
 
 from __future__ import annotations
 
-import argparse
 import re
 import shutil
 import subprocess
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
-from lightning_ptdp.cli.command_line import check_output, options_on
-from lightning_ptdp.cli.config_files import find_config
+from lightning_ptdp.cli.command_line import (
+    VerbOption,
+    add_options,
+    check_output,
+    options_on,
+    verb_parser,
+)
+from lightning_ptdp.cli.config_files import find_config, resolve_config
 from lightning_ptdp.cli.failures import UserError
-from lightning_ptdp.cli.inheritance import resolve_config
 from lightning_ptdp.cli.launch_scripts import (
     LaunchJob,
     kubernetes_job,
@@ -44,108 +49,71 @@ SCRIPTS = {
     "skypilot": skypilot_task,
 }
 _SUBMITS = {"slurm": ["sbatch"], "kubernetes": ["kubectl", "create", "--filename=-"]}
-_OWNERS = {
-    **dict.fromkeys(("partition", "account", "time", "sbatch"), ("slurm",)),
-    **dict.fromkeys(("max_restarts", "rdzv_endpoint"), ("torchrun",)),
-    "image": ("kubernetes", "skypilot"),
-    "runtime": ("kubernetes",),
-    "gpu_type": ("skypilot",),
-}
 _CORES = 8
 _TIME = re.compile(r"\d+(:\d{2}){0,2}|\d+-\d{1,2}(:\d{2}){0,2}|infinite|UNLIMITED")
 """Time formats that sbatch accepts."""
 
 
-def wants_launcher(arguments: Sequence[str]) -> bool:
-    """Return True if a command line of ``ptdp fit`` asks for a script."""
-    return any(option.name == "--launcher" for option in options_on(arguments))
-
-
-def parser(verb: str) -> argparse.ArgumentParser:
-    """Return the parser of the launcher's options, which ``ptdp fit`` takes beside its own."""
-    options = argparse.ArgumentParser(
-        prog=f"ptdp {verb}",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    options.add_argument(
-        "--launcher",
-        choices=tuple(SCRIPTS),
-        required=True,
-        help="program that starts the processes",
-    )
-    options.add_argument(
-        "--dry-run", action="store_true", help="print the script without starting it"
-    )
-    options.add_argument(
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="write the script to this file without starting it",
-    )
-    options.add_argument(
-        "--nodes", type=int, metavar="N", help="machines (default: trainer.num_nodes)"
-    )
-    options.add_argument(
-        "--gpus-per-node",
-        type=int,
-        metavar="N",
-        help="devices, and processes, per machine (default: trainer.devices)",
-    )
-    options.add_argument(
-        "--cpus-per-task",
-        type=int,
-        metavar="N",
-        help=f"cores per process (default {_CORES}, on CPU 1)",
-    )
-    options.add_argument(
-        "--job-name", metavar="NAME", help="name of the job (default: that of the configuration)"
-    )
-    slurm = options.add_argument_group("slurm")
-    slurm.add_argument("--partition", metavar="NAME")
-    slurm.add_argument("--account", metavar="NAME")
-    slurm.add_argument("--time", type=_time, metavar="H:MM:SS", help="time limit of the job")
-    slurm.add_argument(
-        "--sbatch",
-        action="append",
-        default=[],
-        metavar="OPTION",
-        help="another option, as --sbatch=--qos=high",
-    )
-    torchrun = options.add_argument_group("torchrun")
-    torchrun.add_argument(
-        "--max-restarts",
-        type=int,
-        default=3,
-        metavar="N",
-        help="restarts after failures (default 3)",
-    )
-    torchrun.add_argument(
-        "--rdzv-endpoint",
-        metavar="HOST:PORT",
-        help="address at which nodes connect (default: $MASTER_ADDR:$MASTER_PORT)",
-    )
-    kubernetes = options.add_argument_group("kubernetes, skypilot")
-    kubernetes.add_argument(
-        "--image", metavar="NAME", help="container image with this package (default: the runtime's)"
-    )
-    kubernetes.add_argument("--gpu-type", metavar="NAME", help="SkyPilot's GPUs, such as A100")
-    kubernetes.add_argument(
-        "--runtime",
-        default="torch-distributed",
-        metavar="NAME",
-        help="Kubeflow's ClusterTrainingRuntime (default torch-distributed)",
-    )
-    return options
-
-
 def _time(value: str) -> str:
     if _TIME.fullmatch(value) is None:
-        raise argparse.ArgumentTypeError(
+        raise ArgumentTypeError(
             f"{value!r} is not a time of sbatch. Use minutes, H:MM:SS or D-HH:MM:SS"
         )
     return value
+
+
+_OPTIONS = (
+    VerbOption(
+        "launcher",
+        Literal["slurm", "torchrun", "kubernetes", "skypilot"],
+        "program that starts the processes",
+        required=True,
+    ),
+    VerbOption("dry-run", None, "print the script without starting it"),
+    VerbOption("output", Path, "write the script to this file without starting it"),
+    VerbOption("nodes", int, "machines (default: trainer.num_nodes)"),
+    VerbOption(
+        "gpus-per-node",
+        int,
+        "devices, and processes, per machine (default: trainer.devices)",
+    ),
+    VerbOption("cpus-per-task", int, f"cores per process (default {_CORES}, on CPU 1)"),
+    VerbOption("job-name", str, "name of the job (default: that of the configuration)"),
+)
+# launchers -> their options
+_OWN_OPTIONS: Mapping[tuple[str, ...], Sequence[VerbOption]] = {
+    ("slurm",): (
+        VerbOption("partition", str, "partition of the cluster"),
+        VerbOption("account", str, "account that is charged"),
+        VerbOption("time", _time, "time limit of the job: minutes, H:MM:SS or D-HH:MM:SS"),
+        VerbOption("sbatch", list[str], "another option of sbatch, as --sbatch=--qos=high"),
+    ),
+    ("torchrun",): (
+        VerbOption("max-restarts", int, "restarts after failures (default 3)", 3),
+        VerbOption(
+            "rdzv-endpoint",
+            str,
+            "HOST:PORT at which nodes connect (default: $MASTER_ADDR:$MASTER_PORT)",
+        ),
+    ),
+    ("kubernetes", "skypilot"): (
+        VerbOption("image", str, "container image with this package (default: the runtime's)"),
+    ),
+    ("skypilot",): (VerbOption("gpu-type", str, "SkyPilot's GPUs, such as A100"),),
+    ("kubernetes",): (
+        VerbOption(
+            "runtime",
+            str,
+            "Kubeflow's ClusterTrainingRuntime (default torch-distributed)",
+            "torch-distributed",
+        ),
+    ),
+}
+
+
+def wants_launcher(arguments: Sequence[str]) -> bool:
+    """Return True if a command line of ``ptdp fit`` asks for a script."""
+    return any(option.name == "--launcher" for option in options_on(arguments))
 
 
 def run(verb: str, arguments: list[str]) -> int:
@@ -157,8 +125,11 @@ def run(verb: str, arguments: list[str]) -> int:
         UserError: There is no configuration, or the machine has no sbatch or kubectl.
         ValueError: The layout does not fit the devices, or --output cannot be written.
     """
-    options, fit_args = parser(verb).parse_known_args(arguments)
-    _check_launcher(options, parser(verb))
+    parser = verb_parser(verb, _DESCRIPTION, _OPTIONS, allow_abbrev=False)
+    for launchers, own_options in _OWN_OPTIONS.items():
+        add_options(parser, own_options, group=", ".join(launchers))
+    options, fit_args = parser.parse_known_args(arguments)
+    _check_launcher(options)
     check_output(options.output)
     script = SCRIPTS[options.launcher](_job(options, fit_args))
     if options.output is not None:
@@ -176,14 +147,16 @@ def run(verb: str, arguments: list[str]) -> int:
     return subprocess.run(["bash", "-c", script], check=False).returncode
 
 
-def _check_launcher(options: argparse.Namespace, known: argparse.ArgumentParser) -> None:
+def _check_launcher(options: Namespace) -> None:
     """Check that no option of another launcher is given, and that a task goes to a file."""
-    for name, owners in _OWNERS.items():
-        if options.launcher not in owners and getattr(options, name) != known.get_default(name):
-            raise UserError(
-                f"--{name.replace('_', '-')} is an option of --launcher {' and '.join(owners)}. "
-                f"Leave it out with --launcher {options.launcher}"
-            )
+    for launchers, own_options in _OWN_OPTIONS.items():
+        for option in own_options:
+            value = getattr(options, option.name.replace("-", "_"))
+            if options.launcher not in launchers and value != option.default:
+                raise UserError(
+                    f"--{option.name} is an option of --launcher {' and '.join(launchers)}. "
+                    f"Leave it out with --launcher {options.launcher}"
+                )
     if options.launcher == "skypilot" and not (options.dry_run or options.output):
         raise UserError(
             "--launcher skypilot writes a task. Add --output FILE, then: sky launch FILE"
@@ -199,7 +172,7 @@ def _submit(script: str, command: Sequence[str]) -> int:
     return subprocess.run(command, input=script, text=True, check=False).returncode
 
 
-def _job(options: argparse.Namespace, fit_args: list[str]) -> LaunchJob:
+def _job(options: Namespace, fit_args: list[str]) -> LaunchJob:
     given = {option.name: option.value for option in options_on(fit_args)}
     name = given.get("--config") or given.get("-c")
     if name is None:
@@ -229,7 +202,7 @@ def _job(options: argparse.Namespace, fit_args: list[str]) -> LaunchJob:
         gpus=gpus,
         cpus_per_task=options.cpus_per_task or (_CORES if gpus else 1),
         name=options.job_name or "-".join(Path(name.removesuffix(".yaml")).parts[-2:]).strip("-./"),
-        sbatch=(*slurm_options, *options.sbatch),
+        sbatch=(*slurm_options, *(options.sbatch or ())),
         max_restarts=options.max_restarts,
         rendezvous=options.rdzv_endpoint,
         image=options.image,
@@ -264,7 +237,8 @@ def _number(
         raise UserError(
             f"--{name} {option} and --{key} {specified} contradict each other. Use only one of them"
         )
-    value = option if option is not None else specified if specified is not None else configured
+    candidates = (option, specified, configured)
+    value = next((candidate for candidate in candidates if candidate is not None), None)
     number = int(value) if isinstance(value, int | str) and str(value).isdecimal() else 0
     if number < 1:
         counted = "nodes" if name == "nodes" else "processes"

@@ -39,7 +39,7 @@ from lightning_ptdp.callbacks import (
     TrainPerplexity,
     ValidateAtEnd,
 )
-from lightning_ptdp.cli.command_line import DESCRIPTIONS, options_of_verb, options_on
+from lightning_ptdp.cli.command_line import DESCRIPTIONS, add_options, options_of_verb, options_on
 from lightning_ptdp.cli.config_errors import check_values, dotted, readable
 from lightning_ptdp.cli.config_files import checked
 from lightning_ptdp.cli.failures import UserError
@@ -109,11 +109,7 @@ class PTDPCLI(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the verb's own keys."""
         parser.add_lightning_class_args(Throughput, "throughput")
-        for option in options_of_verb(self.verb):
-            kind = {"action": "store_true"} if option.type is None else {"type": option.type}
-            parser.add_argument(
-                f"--{option.name}", default=option.default, help=option.text, **kind
-            )
+        add_options(parser, options_of_verb(self.verb))
         parser.add_argument(
             "--sample",
             type=SampleOptions | None,

@@ -5,19 +5,26 @@ Memory and time are estimated; nothing is run.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import json
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Literal
 
 from lightning_ptdp.base.output import columns
-from lightning_ptdp.cli.command_line import check_picture, listed
-from lightning_ptdp.cli.config_files import find_config
+from lightning_ptdp.cli.command_line import (
+    VerbOption,
+    add_options,
+    check_picture,
+    integers,
+    listed,
+    positive,
+    verb_parser,
+)
+from lightning_ptdp.cli.config_files import find_config, resolve_config
 from lightning_ptdp.cli.failures import UserError
-from lightning_ptdp.cli.inheritance import resolve_config
 from lightning_ptdp.cli.planned_job import SIZES, planned_job
 from lightning_ptdp.world.axes import AXES
 from lightning_ptdp.world.layout import Sharding
@@ -38,13 +45,92 @@ examples:
   ptdp plan --model mixtral-8x7b --world 64 --batch 256 --ep 2,4,8 --device h100
   ptdp plan --layers 48 --hidden 8192 --heads 64 --vocabulary 51200 --sequence 2048 --world 512 --batch 1536 --device a100"""
 
+_MODEL_OPTIONS = (
+    *(VerbOption(name, positive, text, dest=field) for name, (field, text) in SIZES.items()),
+    VerbOption(
+        "llama",
+        None,
+        "use the Llama architecture: RMSNorm, rotary positions, SwiGLU, untied head",
+    ),
+)
+_JOB_OPTIONS = (
+    VerbOption("world", positive, "number of processes, one per device", required=True),
+    VerbOption(
+        "batch",
+        positive,
+        "sequences per optimizer step, over all replicas (default: that of the file)",
+    ),
+    VerbOption(
+        "device",
+        str,
+        "v100, a100, a100-40gb, a100-pcie, h100, h200, b200, cpu or a file of ptdp "
+        "doctor --calibrate (default: ptdp-machine.json if it is in the current folder, else h100)",
+    ),
+    VerbOption(
+        "memory",
+        float,
+        "GiB per device that training can use (default: that of the device)",
+    ),
+    VerbOption(
+        "reserve",
+        float,
+        "share of this memory to leave free, because measured values exceed the estimate "
+        "by up to 23 %% (default 0.2)",
+    ),
+    VerbOption(
+        "imbalance", float, "rows of the busiest rank's experts, over the mean (default 1)", 1.0
+    ),
+    VerbOption("node-size", positive, "devices per node (default: that of the device)"),
+    VerbOption("cards", positive, "network cards per node (default: that of the device)"),
+    VerbOption(
+        "software",
+        str,
+        "ours, ours-compiled (with compile=blocks), megatron-2021, megatron-2022, "
+        "megatron-2024, fsdp2, fsdp2-compiled, fsdp2-fp8 or deepspeed-zero3 (default ours)",
+        "ours",
+    ),
+    VerbOption(
+        "precision",
+        str,
+        "Lightning's precision (default: that of the file, else bf16-true, on a CPU 32-true)",
+    ),
+)
 # option -> field of Space
-_SPACE = {
+_SIZES_OF_SPACE = {
     **{f"{axis.letter}p": f"{axis.name}_parallel_sizes" for axis in AXES},
     "etp": "expert_tensor_parallel_sizes",
     "vpp": "virtual_pipeline_sizes",
     "micro-batch": "micro_batch_sizes",
 }
+_SPACE_OPTIONS = (
+    *(VerbOption(name, integers, field, dest=field) for name, field in _SIZES_OF_SPACE.items()),
+    VerbOption("schedule", listed, "pipeline schedules", dest="schedules"),
+    VerbOption(
+        "cp-attention",
+        listed,
+        "ring, all_to_all (default: all)",
+        dest="context_parallel_attentions",
+    ),
+    VerbOption("recompute", listed, "none, selective, full (default none,full)"),
+    VerbOption("sequence-parallel", Literal["yes", "no"], "default: wherever possible"),
+    VerbOption("shard", Sharding, "default: what is necessary"),
+)
+_OUTPUT_OPTIONS = (
+    VerbOption("top", positive, "number of layouts (default 8)", 8),
+    VerbOption("explain", None, "explain why the others were rejected"),
+    VerbOption(
+        "picture",
+        Path,
+        "file for a plot of time and memory of the best layouts, as PNG, PDF or SVG",
+    ),
+    VerbOption(
+        "what-if",
+        str,
+        "print the best layout for each of several sizes: batch=256,512,gpus=64,128; "
+        "with --picture as a plot",
+    ),
+    VerbOption("json", None, "print the output as JSON"),
+)
 
 
 def run(verb: str, arguments: list[str]) -> int:
@@ -54,7 +140,7 @@ def run(verb: str, arguments: list[str]) -> int:
         UserError: The configuration has no model that can be planned, or no layout fits.
         ValueError: A size, device, precision or schedule is invalid.
     """
-    options = _parser(f"ptdp {verb}").parse_args(arguments)
+    options = _parser(verb).parse_args(arguments)
     config = (
         resolve_config(find_config(options.config)).values if options.config is not None else {}
     )
@@ -86,7 +172,7 @@ def run(verb: str, arguments: list[str]) -> int:
     return 0
 
 
-def _refuse_ignored(options: argparse.Namespace) -> None:
+def _refuse_ignored(options: Namespace) -> None:
     """Refuse options that would have no effect."""
     if options.json and (options.picture is not None or options.what_if is not None):
         raise UserError(
@@ -102,12 +188,12 @@ def _refuse_ignored(options: argparse.Namespace) -> None:
         )
 
 
-def _what_if(job: Job, space: Space, options: argparse.Namespace) -> int:
+def _what_if(job: Job, space: Space, options: Namespace) -> int:
     """Print the best layout for each batch and number of devices."""
     from lightning_ptdp.planner import search
     from lightning_ptdp.planner.picture import draw_what_if
 
-    sizes = _wishes(options.what_if)
+    sizes = _parsed_sizes(options.what_if)
     jobs = [
         dataclasses.replace(job, global_batch_size=batch, world_size=world)
         for batch in sizes.get("batch", [job.global_batch_size])
@@ -153,7 +239,7 @@ def _what_if(job: Job, space: Space, options: argparse.Namespace) -> int:
     return 0
 
 
-def _wishes(text: str) -> dict[str, list[int]]:
+def _parsed_sizes(text: str) -> dict[str, list[int]]:
     """Return ``batch=256,512,gpus=64,128`` as {"batch": [256, 512], "gpus": [64, 128]}."""
     sizes: dict[str, list[int]] = {}
     name = ""
@@ -178,15 +264,9 @@ def _drawing(path: Path) -> Iterator[None]:
     print(f"\n{path}")
 
 
-def _parser(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=prog,
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    model = parser.add_argument_group("the model")
-    source = model.add_mutually_exclusive_group()
+def _parser(verb: str) -> ArgumentParser:
+    parser = verb_parser(verb, _DESCRIPTION, epilog=_EPILOG)
+    source = parser.add_mutually_exclusive_group()
     source.add_argument(
         "--recipe", dest="config", metavar="NAME", help="a recipe (ptdp recipes list)"
     )
@@ -197,134 +277,15 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         help="a Hugging Face model: a folder or a name on the hub, of which only config.json "
         "is read",
     )
-    for name, (field, text) in SIZES.items():
-        model.add_argument(f"--{name}", dest=field, type=_positive, metavar="N", help=text)
-    model.add_argument(
-        "--llama",
-        action="store_true",
-        help="use the Llama architecture: RMSNorm, rotary positions, SwiGLU, untied head",
-    )
-
-    job = parser.add_argument_group("the job")
-    job.add_argument(
-        "--world",
-        type=_positive,
-        required=True,
-        metavar="N",
-        help="number of processes, one per device",
-    )
-    job.add_argument(
-        "--batch",
-        type=_positive,
-        metavar="B",
-        help="sequences per optimizer step, over all replicas (default: that of the file)",
-    )
-    job.add_argument(
-        "--device",
-        help="v100, a100, a100-40gb, a100-pcie, h100, h200, b200, cpu or a file of ptdp "
-        "doctor --calibrate (default: ptdp-machine.json if it is in the current folder, else h100)",
-    )
-    job.add_argument(
-        "--memory",
-        type=float,
-        metavar="GIB",
-        help="memory per device that training can use (default: that of the device)",
-    )
-    job.add_argument(
-        "--reserve",
-        type=float,
-        metavar="X",
-        help="share of this memory to leave free, because measured values exceed the estimate "
-        "by up to 23 %% (default 0.2)",
-    )
-    job.add_argument(
-        "--imbalance",
-        type=float,
-        default=1.0,
-        metavar="X",
-        help="rows of the busiest rank's experts, over the mean (default 1)",
-    )
-    job.add_argument(
-        "--node-size",
-        type=_positive,
-        metavar="N",
-        help="devices per node (default: that of the device)",
-    )
-    job.add_argument(
-        "--cards",
-        type=_positive,
-        metavar="N",
-        help="network cards per node (default: that of the device)",
-    )
-    job.add_argument(
-        "--software",
-        default="ours",
-        help="ours, ours-compiled (with compile=blocks), megatron-2021, megatron-2022, "
-        "megatron-2024, fsdp2, fsdp2-compiled, fsdp2-fp8 or deepspeed-zero3 (default ours)",
-    )
-    job.add_argument(
-        "--precision",
-        help="Lightning's precision (default: that of the file, else bf16-true, on a CPU 32-true)",
-    )
-
-    space = parser.add_argument_group("the search space; several values separated by commas")
-    for name, field in _SPACE.items():
-        space.add_argument(f"--{name}", dest=field, type=_integers, metavar="N,…", help=field)
-    space.add_argument(
-        "--schedule", dest="schedules", type=listed, metavar="NAME,…", help="pipeline schedules"
-    )
-    space.add_argument(
-        "--cp-attention",
-        dest="context_parallel_attentions",
-        type=listed,
-        metavar="NAME,…",
-        help="ring, all_to_all (default: all)",
-    )
-    space.add_argument(
-        "--recompute",
-        type=listed,
-        metavar="NAME,…",
-        help="none, selective, full (default none,full)",
-    )
-    space.add_argument(
-        "--sequence-parallel", choices=("yes", "no"), help="default: wherever possible"
-    )
-    space.add_argument("--shard", choices=get_args(Sharding), help="default: what is necessary")
-
-    output = parser.add_argument_group("the output")
-    output.add_argument(
-        "--top", type=_positive, default=8, metavar="N", help="number of layouts (default 8)"
-    )
-    output.add_argument(
-        "--explain", action="store_true", help="explain why the others were rejected"
-    )
-    output.add_argument(
-        "--picture",
-        type=Path,
-        metavar="FILE",
-        help="file for a plot of time and memory of the best layouts, as PNG, PDF or SVG",
-    )
-    output.add_argument(
-        "--what-if",
-        metavar="LIST",
-        help="print the best layout for each of several sizes: batch=256,512,gpus=64,128; "
-        "with --picture as a plot",
-    )
-    output.add_argument("--json", action="store_true", help="print the output as JSON")
+    add_options(parser, _MODEL_OPTIONS, group="the model")
+    add_options(parser, _JOB_OPTIONS, group="the job")
+    title = "the search space; several values separated by commas"
+    add_options(parser, _SPACE_OPTIONS, group=title)
+    add_options(parser, _OUTPUT_OPTIONS, group="the output")
     return parser
 
 
-def _integers(text: str) -> list[int]:
-    return [_positive(part) for part in text.split(",")]
-
-
-def _positive(text: str) -> int:
-    if not text.strip().isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
-    return int(text)
-
-
-def _space(options: argparse.Namespace) -> Space:
+def _space(options: Namespace) -> Space:
     from lightning_ptdp.planner import Space
 
     values = {field.name: getattr(options, field.name) for field in dataclasses.fields(Space)}

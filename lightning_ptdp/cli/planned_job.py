@@ -5,13 +5,13 @@ The model is given by sizes, a recipe, a Hugging Face folder or any LightningMod
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import math
 import sys
+from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lightning_ptdp.base.option_types import nearest
 from lightning_ptdp.cli.failures import UserError
@@ -38,10 +38,13 @@ SIZES = {
     "dense-layers": ("dense_layers", "number of first layers without experts"),
 }
 
+Config: TypeAlias = Mapping[str, Any]
+"""Values of a configuration, or of a part of it."""
+
 _NEEDED = ("layers", "hidden", "heads", "sequence")
 
 
-def planned_job(options: argparse.Namespace, config: Mapping[str, Any]) -> Job:
+def planned_job(options: Namespace, config: Config) -> Job:
     """Return the job that the command line and the configuration describe.
 
     Raises:
@@ -81,7 +84,7 @@ def planned_job(options: argparse.Namespace, config: Mapping[str, Any]) -> Job:
     return _with_adapters(job, config)
 
 
-def _is_foreign(options: argparse.Namespace, config: Mapping[str, Any]) -> bool:
+def _is_foreign(options: Namespace, config: Config) -> bool:
     """Return True if the configured class cannot be described as a GPT.
 
     This holds for classes of the user and for models with images.
@@ -92,7 +95,7 @@ def _is_foreign(options: argparse.Namespace, config: Mapping[str, Any]) -> bool:
 
 
 def _followed(
-    options: argparse.Namespace, config: Mapping[str, Any], *, device: Device, precision: str
+    options: Namespace, config: Config, *, device: Device, precision: str
 ) -> GPTConfig | BertConfig | ModelShape:
     """Return the sizes of the configuration's LightningModule.
 
@@ -137,7 +140,7 @@ def _followed(
     )
 
 
-def _model(options: argparse.Namespace, config: Mapping[str, Any]) -> GPTConfig | BertConfig:
+def _model(options: Namespace, config: Config) -> GPTConfig | BertConfig:
     from lightning_ptdp.models.model_config import BertConfig, GPTConfig
     from lightning_ptdp.models.pretrained_config import config_of_sizes
     from lightning_ptdp.planner import gpt_sizes
@@ -177,7 +180,7 @@ def _model(options: argparse.Namespace, config: Mapping[str, Any]) -> GPTConfig 
     return kind(**{**sizes, **size_options})
 
 
-def _sizes(options: argparse.Namespace) -> dict[str, Any]:
+def _sizes(options: Namespace) -> dict[str, Any]:
     """Return the sizes on the command line, by their fields of GPTConfig."""
     fields = ((field, getattr(options, field)) for field, _ in SIZES.values())
     return {field: value for field, value in fields if value is not None}
@@ -200,7 +203,7 @@ def _of_path(path: str) -> GPTConfig | BertConfig:
         raise UserError(f"{prefix}{error}{remedy}") from error
 
 
-def _with_adapters(job: Job, config: Mapping[str, Any]) -> Job:
+def _with_adapters(job: Job, config: Config) -> Job:
     """Return the job with a frozen base model if the configuration trains adapters.
 
     An adapter of rank r on a matrix (o, i) has r (o + i) parameters. Every matrix of the layers is
@@ -227,7 +230,7 @@ def _with_adapters(job: Job, config: Mapping[str, Any]) -> Job:
     return dataclasses.replace(job, trained=min(1.0, added / job.shape.parameters))
 
 
-def _batch(options: argparse.Namespace, config: Mapping[str, Any]) -> int:
+def _batch(options: Namespace, config: Config) -> int:
     """Return the number of sequences per step.
 
     Without ``--batch``, it follows from the configuration's data and its number of replicas.
@@ -253,7 +256,7 @@ def _batch(options: argparse.Namespace, config: Mapping[str, Any]) -> int:
     return int(data["micro_batch_size"] * data.get("num_microbatches", 1) * replicas * accumulated)
 
 
-def _device(options: argparse.Namespace) -> Device:
+def _device(options: Namespace) -> Device:
     from lightning_ptdp.planner import MACHINE_FILE, find_device, load_calibration
 
     name = options.device or (str(MACHINE_FILE) if MACHINE_FILE.is_file() else "h100")
@@ -282,7 +285,7 @@ def _device(options: argparse.Namespace) -> Device:
     return dataclasses.replace(device, cluster=cluster)
 
 
-def _inner(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+def _inner(config: Config, key: str) -> Config:
     """Return the ``init_args`` of ``config[key]``, or an empty mapping."""
     part = config.get(key)
     arguments = part.get("init_args") if isinstance(part, Mapping) else None

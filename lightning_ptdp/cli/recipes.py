@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import pkgutil
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import yaml
 
 from lightning_ptdp.base.output import columns
-from lightning_ptdp.cli.command_line import options_on
-from lightning_ptdp.cli.config_files import find_config, recipe_folder, recipe_names
-from lightning_ptdp.cli.failures import UserError
-from lightning_ptdp.cli.imports import import_torchmetrics_alone, uncollected
-from lightning_ptdp.cli.inheritance import (
+from lightning_ptdp.cli.command_line import options_on, verb_parser
+from lightning_ptdp.cli.config_files import (
     KeyPath,
     ResolvedConfig,
+    find_config,
     has,
     leaves,
+    recipe_folder,
+    recipe_names,
     resolve_config,
     resolve_configs,
     short,
     value_at,
 )
+from lightning_ptdp.cli.failures import UserError
+from lightning_ptdp.cli.imports import import_torchmetrics_alone, uncollected
 from lightning_ptdp.world.layout import ParallelLayout
 
 # The first line of every recipe. A test compares the count with the model's.
@@ -36,9 +37,7 @@ _FIRST_LINE = re.compile(r"# (?P<count>[\d.]+ [KMBT]) parameters: (?P<summary>.+
 
 def run(verb: str, arguments: list[str]) -> int:
     """Run ``ptdp recipes list`` or ``ptdp recipes show NAME [--resolved [--key value …]]``."""
-    parser = argparse.ArgumentParser(
-        prog=f"ptdp {verb}", description="The recipes of lightning-ptdp."
-    )
+    parser = verb_parser(verb, "The recipes of lightning-ptdp.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("list", help="list name, size, layout and first line of every recipe")
     show = commands.add_parser(
@@ -66,10 +65,10 @@ def run(verb: str, arguments: list[str]) -> int:
             # a user's class may need those metrics
             if options.name in recipe_names() and not overrides:
                 import_torchmetrics_alone()
-            text = _show_resolved(find_config(options.name, said=""), overrides)
+            text = _show_resolved(find_config(options.name, option=""), overrides)
         print(text, end="")
     else:
-        print(find_config(options.name, said="").read_text(encoding="utf-8"), end="")
+        print(find_config(options.name, option="").read_text(encoding="utf-8"), end="")
     return 0
 
 
@@ -136,18 +135,17 @@ def _show_resolved(file: Path, overrides: Sequence[str]) -> str:
     from lightning_ptdp.cli.lightning_cli import parsed_values
 
     values = parsed_values([*resolve_configs([f"--config={file}"]), *overrides])
-    origins = _Origins(
-        config=resolve_config(file), overrides=_override_paths(overrides), values=values
-    )
+    config = resolve_config(file)
+    overridden = _override_paths(overrides)
     lines = [
-        line if path is None else f"{line:{_COLUMN}}  # {origins.of(path)}"
+        line if path is None else f"{line:{_COLUMN}}  # {_origin(path, config, overridden, values)}"
         for line, path in _lines(values, ())
     ]
     return "\n".join([*lines, ""])
 
 
 def _lines(values: Any, path: KeyPath) -> Iterator[tuple[str, KeyPath | None]]:
-    """Yield the lines of a mapping or list as YAML, each with the path of the value that it ends."""
+    """Yield the YAML lines of a mapping or list, each with the path of the value that it ends."""
     entries = values.items() if isinstance(values, dict) else enumerate(values)
     for key, value in entries:
         head = f"{key}:" if isinstance(values, dict) else "-"
@@ -172,46 +170,33 @@ def _flow(value: object) -> str:
     return text.removesuffix("...\n").strip()
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Origins:
-    config: ResolvedConfig
-    overrides: frozenset[KeyPath]
-    values: Mapping[str, Any]
+def _origin(
+    path: KeyPath, config: ResolvedConfig, overrides: frozenset[KeyPath], values: Mapping[str, Any]
+) -> str:
+    """Return the origin of the value at ``path``."""
+    written = short(path)
+    if written in overrides:
+        return "command line"
+    # If the command line names another class, the parser keeps those of the file's arguments that
+    # the new class also accepts.
+    replaced = any(written[:depth] in overrides for depth in range(1, len(written)))
+    origin = _file_of(path, config)
+    if replaced and origin is None and path[-1] == "class_path":
+        return "command line"  # an entry added to a list
+    if origin is None or (replaced and value_at(config.values, path) != value_at(values, path)):
+        owner = _owner(values, path)
+        return f"default of {'ptdp fit' if owner is None else owner.__name__}"
+    return origin
 
-    def of(self, path: KeyPath) -> str:
-        """Return the origin of the value at ``path``."""
-        written = short(path)
-        if written in self.overrides:
-            return "command line"
-        # If the command line names another class, the parser keeps those of the file's arguments
-        # that the new class also accepts.
-        replaced = any(written[:depth] in self.overrides for depth in range(1, len(written)))
-        origin = self._file(path)
-        if replaced and origin is None and path[-1] == "class_path":
-            return "command line"  # an entry added to a list
-        if origin is None or (replaced and not self._is_as_given(path)):
-            return self._default(path)
-        return origin
 
-    def _file(self, path: KeyPath) -> str | None:
-        """Return the file that sets the value, or None."""
-        # for logger: CSVLogger, which the parser expands
-        if path[-1] == "class_path" and not has(self.config.values, path):
-            path = path[:-1]
-            if not has(self.config.values, path) or isinstance(
-                value_at(self.config.values, path), dict
-            ):
-                return None
-        return self.config.origin(path)
-
-    def _is_as_given(self, path: KeyPath) -> bool:
-        return has(self.config.values, path) and value_at(self.config.values, path) == value_at(
-            self.values, path
-        )
-
-    def _default(self, path: KeyPath) -> str:
-        owner = _owner(self.values, path)
-        return f"default of {owner.__name__}" if owner is not None else "default of ptdp fit"
+def _file_of(path: KeyPath, config: ResolvedConfig) -> str | None:
+    """Return the file that sets the value, or None."""
+    # for logger: CSVLogger, which the parser expands
+    if path[-1] == "class_path" and not has(config.values, path):
+        path = path[:-1]
+        if isinstance(value_at(config.values, path), dict):
+            return None
+    return config.origin(path)
 
 
 def _owner(values: Mapping[str, Any], path: KeyPath) -> type | None:
@@ -243,7 +228,7 @@ def _dataclass_argument(owner: type, name: str | int) -> type | None:
 def _override_paths(overrides: Sequence[str]) -> frozenset[KeyPath]:
     """Return the paths that the options set, without ``init_args``.
 
-    An option may set a whole mapping.
+    An option may set several keys of a mapping.
     """
     paths: set[KeyPath] = set()
     for option in options_on(overrides):

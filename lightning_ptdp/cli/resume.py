@@ -19,8 +19,8 @@ from lightning_ptdp.callbacks.artifacts import checkpoint_dirs
 from lightning_ptdp.checkpoint import CheckpointMetadata, complete_checkpoints, read_metadata
 from lightning_ptdp.checkpoint.memory_folders import newest_first
 from lightning_ptdp.checkpoint.remote_path import Place, is_url, located
+from lightning_ptdp.cli.config_files import leaves, short, value_at
 from lightning_ptdp.cli.failures import UserError
-from lightning_ptdp.cli.inheritance import leaves, short, value_at
 from lightning_ptdp.data.stream_datamodule import StreamDataModule
 
 _SHOWN = 3
@@ -101,9 +101,9 @@ def _newest_first(folders: Iterable[Place]) -> list[tuple[CheckpointMetadata, Pl
 
 
 def _metadata(path: Place) -> CheckpointMetadata | None:
-    """Return a checkpoint's metadata, or for lost snapshots that of a checkpoint beside the link."""
-    beside = [path] if path.is_dir() else complete_checkpoints(path.parent)
-    return read_metadata(beside[0]) if beside else None
+    """Return a checkpoint's metadata; for lost snapshots, that of another one in the folder."""
+    checkpoints = [path] if path.is_dir() else complete_checkpoints(path.parent)
+    return read_metadata(checkpoints[0]) if checkpoints else None
 
 
 def was_requeued() -> bool:

@@ -1,6 +1,6 @@
-"""The verbs that run a Trainer: fit, validate, test and predict; also prepare.
+"""The verbs that run a Trainer: fit, validate, test and predict; also prepare and verify.
 
-``prepare`` stops before the Trainer runs.
+``prepare`` stops before the Trainer runs. ``verify`` compares a layout with one process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lightning_ptdp.callbacks import (
 )
 from lightning_ptdp.checkpoint import files
 from lightning_ptdp.checkpoint.remote_path import located
-from lightning_ptdp.cli.command_line import check_output, options_on
+from lightning_ptdp.cli.command_line import check_output, check_picture, options_on
 from lightning_ptdp.cli.failures import UserError, ending_workers, held_back
 from lightning_ptdp.cli.lightning_cli import PTDPCLI
 from lightning_ptdp.cli.resume import (
@@ -54,21 +54,15 @@ def run(verb: str, arguments: list[str]) -> int:
     Raises:
         ValueError: The configuration cannot work.
     """
+    if verb == "verify":
+        return _verify(arguments)
     if verb == "fit":
         survive_closed_output()
     # Lightning triggers this deprecation warning of torch once per process.
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")
     if verb != "prepare":
         arguments = [*arguments, *_launched_sizes(arguments)]
-    with held_back():
-        cli = PTDPCLI(verb, arguments)
-        ckpt_path = _ckpt_path(cli, verb)
-        if verb == "fit":
-            _check_fit(cli, ckpt_path)
-        elif verb == "prepare":
-            check_data(cli.trainer, cli.datamodule)
-        else:
-            check_run(cli.trainer, cli.model, cli.datamodule, ckpt_path=ckpt_path, writes=False)
+    cli, ckpt_path = _checked_run(verb, arguments)
     if verb == "prepare":
         _prepare(cli)
         return 0
@@ -86,6 +80,60 @@ def run(verb: str, arguments: list[str]) -> int:
         else:
             getattr(cli.trainer, verb)(cli.model, datamodule=cli.datamodule, ckpt_path=ckpt_path)
     return 0
+
+
+def _checked_run(verb: str, arguments: list[str]) -> tuple[PTDPCLI, str | None]:
+    """Build the run, and check it; return it with its checkpoint."""
+    with held_back():
+        cli = PTDPCLI(verb, arguments)
+        ckpt_path = _ckpt_path(cli, verb)
+        if verb == "fit":
+            _check_fit(cli, ckpt_path)
+        elif verb == "prepare":
+            check_data(cli.trainer, cli.datamodule)
+        else:
+            check_run(cli.trainer, cli.model, cli.datamodule, ckpt_path=ckpt_path, writes=False)
+    return cli, ckpt_path
+
+
+def _verify(arguments: list[str]) -> int:
+    """Compare a layout with one process, and return 0 if they are equal, else 1."""
+    from lightning_ptdp.verification import VerificationError, verify
+
+    with held_back():
+        cli = PTDPCLI("verify", [*arguments, "--trainer.logger=false"])
+        config = cli.config
+        if not hasattr(cli.trainer.strategy, "config"):
+            raise UserError(
+                "ptdp verify compares a layout of the ptdp strategy. Use --trainer.strategy ptdp"
+            )
+        if config.steps < 1:
+            raise UserError(f"--steps {config.steps} must be at least 1")
+        check_picture("--output", config.output)
+        check_run(cli.trainer, cli.model, cli.datamodule, ckpt_path=None, writes=False)
+    if cli.datamodule is not None:
+        cli.datamodule.prepare_data()
+    options = {
+        **{key: value for key, value in vars(cli.config_init.trainer).items() if value is not None},
+        "devices": cli.trainer.num_devices,
+        "strategy": cli.trainer.strategy,
+    }
+    try:
+        report = verify(
+            cli.model,
+            cli.datamodule,
+            steps=config.steps,
+            blocks=config.blocks,
+            limit_s=config.limit_s,
+            **options,
+        )
+    except VerificationError as error:
+        print(f"ptdp verify: {error}", *getattr(error, "__notes__", ()), sep="\n")
+        return 1
+    print(report)
+    if config.output:
+        report.draw(config.output)
+    return int(not report.equal)
 
 
 def _launched_sizes(arguments: Sequence[str]) -> list[str]:

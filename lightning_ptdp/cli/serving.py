@@ -107,7 +107,7 @@ class Chat(Callback):
                 continue
             sampling = replace(self._sampling, seed=self._sampling.seed + turn)
             written = _timed(trainer, pl_module, row, sampling, self._tokenizer)
-            turn = turn + 1
+            turn += 1
             answer = self._tokenizer.decode(written).strip()
             messages.append({"role": "assistant", "content": answer})
             if trainer.is_global_zero:

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_ptdp.cli.command_line import CONFIG, DESCRIPTIONS, options_of_verb, options_on
-from lightning_ptdp.cli.config_files import find_config
-from lightning_ptdp.cli.inheritance import resolve_config
+from lightning_ptdp.cli.config_files import find_config, resolve_config
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _WIDTH = 116

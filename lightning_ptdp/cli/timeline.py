@@ -5,14 +5,13 @@ The schedules are simulated; nothing is run.
 
 from __future__ import annotations
 
-import argparse
 import json
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_ptdp.base.output import columns
-from lightning_ptdp.cli.command_line import check_output, listed
-from lightning_ptdp.cli.failures import UserError
+from lightning_ptdp.cli.command_line import VerbOption, check_output, listed, verb_parser
 from lightning_ptdp.schedule.actions import Schedule
 from lightning_ptdp.schedule.generators import SCHEDULES, build_schedule
 from lightning_ptdp.schedule.schedule_timeline import draw_timelines
@@ -26,6 +25,32 @@ Durations are those of one microbatch through all layers of a rank. With v chunk
 that schedules with different numbers of chunks are comparable. If a schedule splits the backward, the weight gradient
 takes --weight of the --backward, and the input gradient takes the rest."""
 
+_OPTIONS = (
+    VerbOption("pp", int, "pipeline_parallel_size", required=True),
+    VerbOption("microbatches", int, "num_microbatches", required=True),
+    VerbOption(
+        "vpp",
+        int,
+        "virtual_pipeline_size (default: the least that the schedule supports)",
+    ),
+    VerbOption("forward", float, "duration of a forward (default 1)", 1.0),
+    VerbOption("backward", float, "duration of a complete backward (default 2)", 2.0),
+    VerbOption(
+        "weight",
+        float,
+        "duration of the weight gradient within the backward (default half of it)",
+    ),
+    VerbOption("reduce", float, "duration of the reduction of a rank's gradients (default 0)", 0.0),
+    VerbOption("latency", float, "duration of a message (default 0)", 0.0),
+    VerbOption("memory", None, "also draw the activations that each rank holds"),
+    VerbOption("width", int, "width of the picture in pixels (default 1600)", 1600),
+    VerbOption(
+        "output",
+        list[Path],
+        "a .png, or a .json for https://ui.perfetto.dev; may be repeated (default: "
+        "timeline.png and timeline.json)",
+    ),
+)
 _SUFFIXES = (".png", ".json")
 _MOST = 1_000_000
 """Number of forwards in a schedule that takes a minute to simulate."""
@@ -36,10 +61,10 @@ def run(verb: str, arguments: list[str]) -> int:
 
     Raises:
         SystemExit: An argument is invalid. The message names it and the reason.
-        UserError: A picture is requested, and matplotlib is missing. Or an output is a folder.
+        UserError: An output is a folder.
         ValueError: An output cannot be written.
     """
-    parser = _parser(f"ptdp {verb}")
+    parser = _parser(verb)
     options = parser.parse_args(arguments)
     outputs = options.output or [Path("timeline.png"), Path("timeline.json")]
     for output in outputs:
@@ -62,24 +87,13 @@ def run(verb: str, arguments: list[str]) -> int:
     return 0
 
 
-def _parser(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=prog, description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    names = ", ".join(SCHEDULES)
-    parser.add_argument("--pp", type=int, required=True, metavar="P", help="pipeline_parallel_size")
-    parser.add_argument(
-        "--vpp",
-        type=int,
-        metavar="V",
-        help="virtual_pipeline_size (default: the least that the schedule supports)",
-    )
-    parser.add_argument(
-        "--microbatches", type=int, required=True, metavar="M", help="num_microbatches"
-    )
+def _parser(verb: str) -> ArgumentParser:
+    parser = verb_parser(verb, _DESCRIPTION, _OPTIONS)
     group = parser.add_mutually_exclusive_group()
     group.add_argument(
-        "--schedule", default="auto", help=f"one of {names}, or a .csv file (default auto)"
+        "--schedule",
+        default="auto",
+        help=f"one of {', '.join(SCHEDULES)}, or a .csv file (default auto)",
     )
     group.add_argument(
         "--compare",
@@ -87,44 +101,10 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         metavar="A,B,…",
         help="several schedules in one picture, separated by commas",
     )
-    parser.add_argument(
-        "--forward", type=float, default=1.0, help="duration of a forward (default 1)"
-    )
-    parser.add_argument(
-        "--backward", type=float, default=2.0, help="duration of a complete backward (default 2)"
-    )
-    parser.add_argument(
-        "--weight",
-        type=float,
-        help="duration of the weight gradient within the backward (default half of it)",
-    )
-    parser.add_argument(
-        "--reduce",
-        type=float,
-        default=0.0,
-        help="duration of the reduction of a rank's gradients (default 0)",
-    )
-    parser.add_argument(
-        "--latency", type=float, default=0.0, help="duration of a message (default 0)"
-    )
-    parser.add_argument(
-        "--memory", action="store_true", help="also draw the activations that each rank holds"
-    )
-    parser.add_argument(
-        "--width", type=int, default=1600, help="width of the picture in pixels (default 1600)"
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        action="append",
-        metavar="FILE",
-        help="a .png, or a .json for https://ui.perfetto.dev; may be repeated (default: "
-        "timeline.png and timeline.json)",
-    )
     return parser
 
 
-def _simulated(name: str, options: argparse.Namespace) -> Timeline:
+def _simulated(name: str, options: Namespace) -> Timeline:
     weight = options.backward / 2 if options.weight is None else options.weight
     if options.weight is not None and not 0 <= weight <= options.backward:
         raise ValueError(
@@ -143,7 +123,7 @@ def _simulated(name: str, options: argparse.Namespace) -> Timeline:
     return simulate(schedule, costs)
 
 
-def _schedule(name: str, options: argparse.Namespace) -> Schedule:
+def _schedule(name: str, options: Namespace) -> Schedule:
     """Return the schedule. Without ``--vpp``, it has as many chunks as it needs.
 
     An error is that of the last attempt.
@@ -159,8 +139,8 @@ def _schedule(name: str, options: argparse.Namespace) -> Schedule:
                 num_microbatches=options.microbatches,
             )
         except ValueError as error:
-            mistake = error
-    raise mistake
+            last_error = error
+    raise last_error
 
 
 def _table(timelines: Sequence[Timeline]) -> str:
@@ -180,11 +160,8 @@ def _table(timelines: Sequence[Timeline]) -> str:
     return columns(rows, words=(0, 4))
 
 
-def _write(timelines: Sequence[Timeline], path: Path, options: argparse.Namespace) -> None:
+def _write(timelines: Sequence[Timeline], path: Path, options: Namespace) -> None:
     if path.suffix == ".json":
         path.write_text(json.dumps(chrome_trace(*timelines)))
-        return
-    try:
+    else:
         draw_timelines(timelines, path, width=options.width, memory=options.memory)
-    except ModuleNotFoundError as error:
-        raise UserError(f"{error}. Or write only a trace: --output timeline.json") from error

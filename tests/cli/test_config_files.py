@@ -2,9 +2,8 @@
 
 import pytest
 
-from lightning_ptdp.cli.config_files import load_yaml
+from lightning_ptdp.cli.config_files import load_yaml, resolve_configs
 from lightning_ptdp.cli.failures import UserError
-from lightning_ptdp.cli.inheritance import resolve_configs
 
 
 @pytest.mark.parametrize(

@@ -21,13 +21,13 @@ from lightning_ptdp import PTDPError
 from lightning_ptdp.base.option_types import nearest
 from lightning_ptdp.cli import config_files, recipe_folder
 from lightning_ptdp.cli.config_errors import readable
+from lightning_ptdp.cli.config_files import resolve_config, resolve_configs
 from lightning_ptdp.cli.failures import (
     UserError,
     explain,
     terminate_on_sigterm,
     worker_failure,
 )
-from lightning_ptdp.cli.inheritance import resolve_config, resolve_configs
 from lightning_ptdp.cli.short_help import options_in_source
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data import StreamDataModule, TextDataModule

@@ -5,8 +5,8 @@ import os
 import pytest
 import yaml
 
+from lightning_ptdp.cli.config_files import resolve_config, resolve_configs
 from lightning_ptdp.cli.failures import UserError
-from lightning_ptdp.cli.inheritance import resolve_config, resolve_configs
 
 pytestmark = pytest.mark.thorough
 

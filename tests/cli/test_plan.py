@@ -17,7 +17,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from matplotlib.figure import Figure
 
 from lightning_ptdp import PTDPStrategy
-from lightning_ptdp.cli.inheritance import resolve_config
+from lightning_ptdp.cli.config_files import resolve_config
 from lightning_ptdp.models import GPTConfig, pretrained_folder
 from lightning_ptdp.models.adapters import LoraOptions
 from lightning_ptdp.models.tiny import TINY_SIZES, make_tiny

@@ -123,11 +123,11 @@ def test_invalid_option_is_refused(ptdp, arguments, words, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_missing_matplotlib_error_suggests_trace(ptdp, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+def test_missing_matplotlib_is_reported(ptdp, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     code, _, err = ptdp("timeline", "--pp", "2", "--microbatches", "2")
     assert code == 2
-    assert "pip install matplotlib" in err and "--output timeline.json" in err
+    assert "pip install 'matplotlib" in err
 
 
 def test_trace_does_not_import_matplotlib():

@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
-from lightning_ptdp.cli.config_files import recipe_folder
-from lightning_ptdp.cli.inheritance import resolve_configs
+from lightning_ptdp.cli.config_files import recipe_folder, resolve_configs
 from lightning_ptdp.cli.lightning_cli import parsed_values
 from tests.hostile import Case
 from tests.hostile.false_files import ODD_FILES, put

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from lightning_ptdp import PTDPStrategy
-from lightning_ptdp.cli.config_files import find_config, recipe_names
-from lightning_ptdp.cli.inheritance import resolve_configs
+from lightning_ptdp.cli.config_files import find_config, recipe_names, resolve_configs
 from lightning_ptdp.cli.lightning_cli import parsed_values
 from lightning_ptdp.pipeline.containers import layer_ranges
 from lightning_ptdp.pipeline.discover import find_parts

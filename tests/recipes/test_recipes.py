@@ -12,8 +12,14 @@ import torch
 import yaml
 
 from lightning_ptdp import PTDPStrategy
-from lightning_ptdp.cli.config_files import find_config, recipe_folder, recipe_names
-from lightning_ptdp.cli.inheritance import BASE_KEY, resolve_config, resolve_configs
+from lightning_ptdp.cli.config_files import (
+    BASE_KEY,
+    find_config,
+    recipe_folder,
+    recipe_names,
+    resolve_config,
+    resolve_configs,
+)
 from lightning_ptdp.cli.lightning_cli import parsed_values
 from lightning_ptdp.pipeline.containers import layer_ranges
 from lightning_ptdp.pipeline.discover import find_parts
