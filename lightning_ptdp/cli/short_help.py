@@ -7,6 +7,7 @@ descriptions are therefore read from the source files.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,97 +36,76 @@ _TRAINER: Mapping[str, str] = {
     "callbacks+": "Additional callback, such as PipelineTimeline.",
     "default_root_dir": "Folder for runs without a logger.",
 }
-_Shown = tuple[str, str, str, Sequence[str]]
-"""Prefix of the keys, file, class, and the fields that are shown; () shows all fields."""
-
-_STRATEGY: Sequence[_Shown] = (("", "config.py", "PTDPConfig", ()),)
-_OPTIMIZER: _Shown = (
-    "optimizer.",
-    "models/optimizer_setup.py",
-    "AdamWConfig",
-    ("learning_rate", "warmup_steps", "decay_steps", "weight_decay"),
+_OPTIMIZER = (
+    "optimizer.learning_rate",
+    "optimizer.warmup_steps",
+    "optimizer.decay_steps",
+    "optimizer.weight_decay",
 )
-_HUGGING_FACE: Sequence[_Shown] = (
-    (
-        "",
-        "models/lit_huggingface.py",
-        "LitCausalLM",
-        ("path", "config", "pretrained", "dtype", "attention", "adapter"),
-    ),
-    (
-        "adapter.",
-        "models/adapters.py",
-        "LoraOptions",
-        ("r", "alpha", "dropout", "target_modules", "modules_to_save"),
-    ),
-    _OPTIMIZER,
+_HUGGING_FACE = (
+    "path",
+    "config",
+    "pretrained",
+    "dtype",
+    "attention",
+    "adapter",
+    "adapter.r",
+    "adapter.alpha",
+    "adapter.dropout",
+    "adapter.target_modules",
+    "adapter.modules_to_save",
+    *_OPTIMIZER,
 )
-_SIZES = (
-    "vocabulary_size",
+_STREAM = (
     "sequence_length",
-    "num_layers",
-    "hidden_size",
-    "num_heads",
-    "num_kv_heads",
-    "dropout",
+    "validation_samples",
+    "seed",
+    "num_workers",
+    "micro_batch_size",
+    "num_microbatches",
+    "global_batch_size",
 )
-_MODELS: Mapping[str, Sequence[_Shown]] = {
-    "LitGPT": (("config.", "models/model_config.py", "GPTConfig", _SIZES), _OPTIMIZER),
-    "LitCausalLM": _HUGGING_FACE,
-    "LitDPO": (
-        ("", "models/lit_dpo.py", "LitDPO", ("beta", "label_smoothing", "reference")),
-        *_HUGGING_FACE,
-    ),
-    "LitImageTextToText": _HUGGING_FACE,
-    "LitMaskedLM": _HUGGING_FACE,
-}
-_STREAM: Sequence[_Shown] = (
-    (
-        "",
-        "data/stream_datamodule.py",
-        "StreamDataModule",
-        ("sequence_length", "validation_samples", "seed", "num_workers"),
-    ),
-    (
-        "",
-        "data/stream_datamodule.py",
-        "BatchOptions",
-        ("micro_batch_size", "num_microbatches", "global_batch_size"),
-    ),
-)
-_PREPARED = (
+_CHAT = (
     "tokenizer_dir",
     "data_dir",
     "chat_template",
     "too_long",
     "faulty",
     "validation_path",
+    *_STREAM,
 )
-_CHAT = ("path", "columns", "learn", "packing", *_PREPARED)
-_DATA: Mapping[str, Sequence[_Shown]] = {
-    "TextDataModule": (
-        (
-            "",
-            "data/datamodule.py",
-            "TextDataModule",
-            ("data_dir", "source", "vocabulary_size", "tokenizer_dir"),
-        ),
+_SHOWN: Mapping[str, Sequence[str]] = {
+    "LitGPT": (
+        "config.vocabulary_size",
+        "config.sequence_length",
+        "config.num_layers",
+        "config.hidden_size",
+        "config.num_heads",
+        "config.num_kv_heads",
+        "config.dropout",
+        *_OPTIMIZER,
+    ),
+    "LitCausalLM": _HUGGING_FACE,
+    "LitDPO": ("beta", "label_smoothing", "reference", *_HUGGING_FACE),
+    "LitImageTextToText": _HUGGING_FACE,
+    "LitMaskedLM": _HUGGING_FACE,
+    "TextDataModule": ("data_dir", "source", "vocabulary_size", "tokenizer_dir", *_STREAM),
+    "ChatDataModule": ("path", "columns", "learn", "packing", *_CHAT),
+    "ImageChatDataModule": ("path", "max_images", *_CHAT),
+    "PreferenceDataModule": ("path", "columns", *_CHAT),
+    "MixtureDataModule": ("corpora", "vocabulary_size", "verify_hashes", *_STREAM),
+    "IndexedDataModule": (
+        "data_prefix",
+        "vocabulary_size",
+        "validation_prefix",
+        "validation_fraction",
+        "verify_tokens",
         *_STREAM,
     ),
-    "ChatDataModule": (("", "data/chat_datamodule.py", "ChatDataModule", _CHAT), *_STREAM),
-    "ImageChatDataModule": (
-        ("", "data/image_chat_datamodule.py", "ImageChatDataModule", ("path", "max_images")),
-        ("", "data/chat_datamodule.py", "ChatDataModule", _PREPARED),
-        *_STREAM,
-    ),
-    "PreferenceDataModule": (
-        ("", "data/chat_datamodule.py", "PreferenceDataModule", ("path", "columns")),
-        ("", "data/chat_datamodule.py", "ChatDataModule", _PREPARED),
-        *_STREAM,
-    ),
-    "MixtureDataModule": (("", "data/mixture.py", "MixtureDataModule", ()), *_STREAM),
-    "IndexedDataModule": (("", "data/indexed_datamodule.py", "IndexedDataModule", ()), *_STREAM),
 }
+"""Class -> the keys that its help shows."""
+_OWNERS = {"config": "GPTConfig", "optimizer": "AdamWConfig", "adapter": "LoraOptions"}
+"""Prefix of keys -> class that describes them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,12 +113,10 @@ class SourceOption:
     """An argument as written in the source.
 
     Attributes:
-        name: Name of the argument.
         default: Source of its default; "" if the argument is required.
         text: Description in the docstring of its class.
     """
 
-    name: str
     default: str
     text: str
 
@@ -193,46 +171,49 @@ def short_help(verb: str, arguments: Sequence[str] = ()) -> str:
         "--trainer.NAME VALUE, of Lightning's Trainer, for "
         f"example:\n{_table([(name, '', text) for name, text in _TRAINER.items()])}",
         "--trainer.strategy.NAME VALUE, with the defaults that apply unless a recipe sets "
-        f"others:\n{_rows(_STRATEGY)}",
-        _class_part("model", _chosen("model", arguments) or "LitGPT", _MODELS, "my_module.LitMine"),
-        _class_part(
-            "data", _chosen("data", arguments) or "TextDataModule", _DATA, "my_module.MyData"
-        ),
+        f"others:\n{_rows('PTDPConfig')}",
+        _class_part("model", _chosen("model", arguments) or "LitGPT", "my_module.LitMine"),
+        _class_part("data", _chosen("data", arguments) or "TextDataModule", "my_module.MyData"),
     ]
     return "\n\n".join(parts)
 
 
-def options_in_source(file: Path, name: str) -> list[SourceOption]:
-    """Return the arguments of a class and of its bases.
+def options_in_source(name: str) -> dict[str, SourceOption]:
+    """Return the arguments of a class of this package and of its bases, by name.
 
-    The arguments are the fields of a dataclass, else those of ``__init__``. The bases are those in
-    the same file, and those that a dataclass imports from a module of this package.
+    The arguments are the fields of a dataclass, else those of ``__init__``.
     """
     defaults: dict[str, str] = {}
     texts: dict[str, str] = {}
-    for node in _with_bases(file, name):
+    for node in _with_bases(name):
         defaults |= dict(_arguments(node))
-        texts |= _said(ast.get_docstring(node) or "")
-    return [
-        SourceOption(name=key, default=default, text=texts.get(key, ""))
+        texts |= _argument_texts(ast.get_docstring(node) or "")
+    return {
+        key: SourceOption(default=default, text=texts.get(key, ""))
         for key, default in defaults.items()
-    ]
+    }
 
 
-def _with_bases(file: Path, name: str) -> Iterator[ast.ClassDef]:
-    """Yield a class after its bases."""
-    body = ast.parse(file.read_text(encoding="utf-8")).body
-    classes = {node.name: node for node in body if isinstance(node, ast.ClassDef)}
-    files = dict.fromkeys(classes, file)
-    if classes[name].decorator_list:
-        for node in body:
-            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("lightning_ptdp."):
-                source = _PACKAGE.parent.joinpath(*str(node.module).split(".")).with_suffix(".py")
-                files |= {alias.name: source for alias in node.names}
-    for base in classes[name].bases:
-        if isinstance(base, ast.Name) and base.id in files:
-            yield from _with_bases(files[base.id], base.id)
-    yield classes[name]
+def _with_bases(name: str) -> Iterator[ast.ClassDef]:
+    """Yield the definition of a class after those of its bases in this package."""
+    file = _class_files().get(name)
+    if file is None:
+        return
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            for base in node.bases:
+                yield from _with_bases(ast.unparse(base))
+            yield node
+
+
+@functools.cache  # installed files do not change
+def _class_files() -> Mapping[str, Path]:
+    """Return the source file of every class; names of classes are unique in the package."""
+    files = {}
+    for file in _PACKAGE.rglob("*.py"):
+        for name in re.findall(r"^class (\w+)", file.read_text(encoding="utf-8"), re.MULTILINE):
+            files[name] = file
+    return files
 
 
 def _arguments(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
@@ -256,7 +237,7 @@ def _arguments(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
                 yield argument.arg, "" if default is None else ast.unparse(default)
 
 
-def _said(docstring: str) -> dict[str, str]:
+def _argument_texts(docstring: str) -> dict[str, str]:
     """Return the descriptions in the ``Args:`` section by argument."""
     block = re.search(r"^Args:\n((?: +.*\n?|\n)+)", docstring, re.MULTILINE)
     entries = re.split(r"^    (?=\w)", block[1], flags=re.MULTILINE)[1:] if block else []
@@ -280,25 +261,22 @@ def _chosen(part: str, arguments: Sequence[str]) -> str:
     return name.rpartition(".")[2]
 
 
-def _class_part(part: str, name: str, classes: Mapping[str, Sequence[_Shown]], example: str) -> str:
+def _class_part(part: str, name: str, example: str) -> str:
     """Return the keys of a class, or how to list them if the class is not ours."""
-    if name in classes:
-        return (
-            f"--{part}.NAME VALUE, of {name}; your own class: --{part} {example}:\n"
-            f"{_rows(classes[name])}"
-        )
+    if name in _SHOWN:
+        return f"--{part}.NAME VALUE, of {name}; your own class: --{part} {example}:\n{_rows(name)}"
     return f"--{part}.NAME VALUE, of {name}: --{part}.help {name} lists all"
 
 
-def _rows(classes: Sequence[_Shown]) -> str:
-    rows = []
-    for prefix, file, name, keys in classes:
-        options = {option.name: option for option in options_in_source(_PACKAGE / file, name)}
-        rows += [
-            (prefix + key, _default(options[key].default), _first(options[key].text))
-            for key in keys or options
-        ]
-    return _table(rows)
+def _rows(name: str) -> str:
+    """Return a table of the keys of a class, all of them unless ``_SHOWN`` selects some."""
+    own = options_in_source(name)
+    options = options_in_source("BatchOptions") | own  # data modules pass arguments on to it
+    for prefix, owner in _OWNERS.items():
+        for key, option in options_in_source(owner).items():
+            options[f"{prefix}.{key}"] = option
+    shown = [(key, options[key]) for key in _SHOWN.get(name, own)]
+    return _table([(key, _default(option.default), _first(option.text)) for key, option in shown])
 
 
 def _default(source: str) -> str:

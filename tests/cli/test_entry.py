@@ -132,8 +132,7 @@ def test_help_of_fit_is_complete(ptdp):
 
 
 def test_short_help_matches_class_signatures(ptdp):
-    package = config_files.recipe_folder().parent / "lightning_ptdp"
-    read = {one.name: one for one in options_in_source(package / "config.py", "PTDPConfig")}
+    read = options_in_source("PTDPConfig")
     defaults = {name: one.default for name, one in inspect.signature(PTDPConfig).parameters.items()}
     assert {name: ast.literal_eval(one.default) for name, one in read.items()} == defaults
     assert all(one.text for one in read.values())
