@@ -17,7 +17,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,17 +47,7 @@ seen: all layers in it must agree.
 """
 
 
-class Decoder(Protocol):
-    """Computation of next tokens, step by step."""
-
-    def step(self, rows: Rows, device: torch.device) -> tuple[Call, Hashable]:
-        """Return the call that computes the next token of each row, and the shape of its input.
-
-        Rows must have one more token at each call of ``step``.
-        """
-
-
-def decoder_of(module: nn.Module, *, sequence_multiple: int = 1) -> Decoder:
+def decoder_of(module: nn.Module, *, sequence_multiple: int = 1) -> Cached | Uncached:
     """Return the decoder for the language model in ``module``.
 
     This is a GPT or a causal model of transformers in it, or else ``module`` itself.
@@ -98,7 +88,7 @@ def longest_sequence(module: nn.Module) -> int | None:
 
 
 def language_model(module: nn.Module) -> nn.Module | None:
-    """Return the GPT, or the causal model of transformers, in ``module``; None if there is none.
+    """Return the GPT or the causal model of transformers in ``module``, or None.
 
     Raises:
         ValueError: There are several models, or the model is not a causal language model.
@@ -136,7 +126,10 @@ class Uncached:
     multiple: int = 1
 
     def step(self, rows: Rows, device: torch.device) -> tuple[Call, Hashable]:
-        """Return the call and the shape of its input, as ``Decoder`` describes."""
+        """Return the call that computes the next token of each row, and the shape of its input.
+
+        Rows must have one more token at each call of ``step``.
+        """
         rows = [row[-self.limit :] if self.limit else row for row in rows]
         width = -(-max(map(len, rows)) // self.multiple) * self.multiple
         ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows]).to(
@@ -169,7 +162,7 @@ class Cached:
     _caches: Caches = field(default_factory=dict, init=False)
 
     def step(self, rows: Rows, device: torch.device) -> tuple[Call, Hashable]:
-        """Return the call and the shape of its input, as ``Decoder`` describes."""
+        """Return the call and the shape of its input, as ``Uncached.step`` does."""
         width = max(map(len, rows))
         if self.limit is not None and width > self.limit:
             rows = [row[-self.limit :] for row in rows]

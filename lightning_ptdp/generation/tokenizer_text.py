@@ -5,7 +5,6 @@ The tokenizer is that of the model's training data, ours or Hugging Face's.
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -69,22 +68,21 @@ def find_tokenizer(state: Mapping[str, Any], folder: str | None = None) -> TextT
     template = data_hparams.get("chat_template")
     data = tokenizer_folder(state)
     model = (state.get("hyper_parameters") or {}).get("path")
-    if data is not None and (Path(data).is_dir() or not isinstance(model, str)):
-        if not Path(data).is_dir():
-            raise ValueError(
-                f"the folder of the training data, {data}, does not exist here. Give that of the "
-                "tokenizer (--tokenizer)"
-            )
+    if data is not None and Path(data).is_dir():
         # The tokenizer of the training data takes precedence, but a folder of conversations may
         # have none.
-        with (
-            contextlib.nullcontext()
-            if not isinstance(model, str)
-            else contextlib.suppress(ValueError)
-        ):
+        try:
             return _load(data, template)
+        except ValueError:
+            if not isinstance(model, str):
+                raise
     if isinstance(model, str):
         return _load(local_folder(data_hparams.get("tokenizer_dir") or model), template)
+    if data is not None:
+        raise ValueError(
+            f"the folder of the training data, {data}, does not exist here. Give that of the "
+            "tokenizer (--tokenizer)"
+        )
     raise ValueError(
         "the tokenizer is unknown. Give its folder, as ptdp prepare or save_pretrained wrote "
         "it (--tokenizer)"

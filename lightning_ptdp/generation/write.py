@@ -88,7 +88,7 @@ class RunningModel:
 
 @contextlib.contextmanager
 def running(module: nn.Module) -> Iterator[RunningModel]:
-    """Set the module to evaluation mode and return the way to run it; restore its modes afterwards.
+    """Set a module to evaluation mode and return a way to run it; restore modes afterwards.
 
     Raises:
         ValueError: The module is split and therefore needs a run of the Trainer.
@@ -185,13 +185,10 @@ def draw_numbers(sampling: Sampling, rows: int) -> Tensor:
 
     The numbers of a row do not depend on the other rows.
     """
-    generators = [
-        torch.Generator().manual_seed(derive_seed(sampling.seed, row)) for row in range(rows)
-    ]
-    draws = [
-        torch.rand(sampling.max_new_tokens, dtype=torch.float64, generator=generator)
-        for generator in generators
-    ]
+    draws = []
+    for row in range(rows):
+        generator = torch.Generator().manual_seed(derive_seed(sampling.seed, row))
+        draws.append(torch.rand(sampling.max_new_tokens, dtype=torch.float64, generator=generator))
     return torch.stack(draws)
 
 
