@@ -6,7 +6,7 @@ outside (``gpt_plan``), and follows four rules for that:
 - Numbers of heads are read from the tensors, so that a rank with fewer heads runs the same code.
 - A fused output has the layout [q | k | v] or [gate | up], so that each part can be split
   separately.
-- Positions inside a block are counted after the qkv projection. There the whole sequence is present
+- Positions inside a block are counted after the qkv projection. There the full sequence is available
   even if the block's input is split along the sequence (arXiv 2205.05198, section 4.2.2).
 - One tensor passes from block to block. A mixture of experts also passes the sums of the routers'
   auxiliary values (``experts.py``).
@@ -231,8 +231,6 @@ def gpt_plan(config: GPTConfig, prefix: str = "model") -> ParallelPlan:
     return ParallelPlan(
         blocks=f"{root}blocks",
         tensor=tensor,
-        before=(f"{root}wte", *positions),
-        after=(f"{root}norm", f"{root}head"),
         numbers={f"{block}.attention": {"queries_per_kv": PerCopy(heads=config.kv_heads)}},
         selective=(f"{block}.attention.core",),
     )
@@ -241,7 +239,7 @@ def gpt_plan(config: GPTConfig, prefix: str = "model") -> ParallelPlan:
 def _feed_forward(config: GPTConfig, block: str) -> dict[str, Kind]:
     """Return the kinds of the modules of the feed-forward parts.
 
-    Under sequence parallelism a mixture receives the whole sequence: its router computes means over
+    Under sequence parallelism a mixture receives the full sequence: its router computes means over
     it, and tokens are distributed to the experts again.
     """
     mixture = f"{block}.mixture"
