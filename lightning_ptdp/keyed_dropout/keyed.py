@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -34,7 +35,17 @@ from lightning_ptdp.forward.surroundings import Context, Contexts, Forward, Surr
 from lightning_ptdp.tensor_parallel import give_randomness
 from lightning_ptdp.world.mesh import Group
 
-_OTHERS = (F.alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.feature_alpha_dropout, F.rrelu)
+_UNSUPPORTED: Mapping[Callable[..., object], str] = MappingProxyType(
+    {
+        F.alpha_dropout: "alpha_dropout",
+        F.dropout1d: "dropout1d",
+        F.dropout2d: "dropout2d",
+        F.dropout3d: "dropout3d",
+        F.feature_alpha_dropout: "feature_alpha_dropout",
+        F.rrelu: "rrelu",
+        F.multi_head_attention_forward: "dropout inside nn.MultiheadAttention on one process",
+    }
+)
 
 
 class KeyedDropoutError(PTDPError, ValueError):
@@ -144,10 +155,9 @@ class KeyedDropout(Surrounding):
         try:
             with Replacing(
                 {
-                    **{function: partial(_unknown, function) for function in _OTHERS},
                     F.dropout: self.dropout,
                     **intercepted(KeyedAttention(self._kept_weights)),
-                    F.multi_head_attention_forward: _without_dropout,
+                    **{function: partial(_without_draws, function) for function in _UNSUPPORTED},
                 }
             ):
                 yield
@@ -249,25 +259,19 @@ class KeyedDropout(Surrounding):
         return self.sequence_parallel and x.dim() == 3 and x.size(1) * parts == self._now.length
 
 
-def _without_dropout(*args: Any, **kwargs: Any) -> object:
-    """Call ``F.multi_head_attention_forward``, whose dropout cannot be replaced.
+def _without_draws(function: Callable[..., object], *args: object, **kwargs: object) -> object:
+    """Call a function whose random numbers cannot be replaced.
 
     Raises:
-        KeyedDropoutError: It would drop elements.
+        KeyedDropoutError: It would draw some.
     """
-    arguments = inspect.signature(F.multi_head_attention_forward).bind(*args, **kwargs).arguments
-    if arguments.get("training", True) and arguments["dropout_p"]:
+    call = inspect.signature(function).bind(*args, **kwargs)
+    call.apply_defaults()
+    options = call.arguments
+    if options["training"] and options.get("p", options.get("dropout_p", 1.0)):
         raise KeyedDropoutError(
-            "keyed_dropout=True does not support dropout inside nn.MultiheadAttention on one "
-            "process. Build it with dropout=0, or use keyed_dropout=False"
-        )
-    return F.multi_head_attention_forward(*args, **kwargs)
-
-
-def _unknown(function: Callable[..., object], *args: object, **kwargs: object) -> object:
-    if kwargs.get("training", True):
-        raise KeyedDropoutError(
-            f"keyed_dropout=True does not support {function.__name__}. Use keyed_dropout=False"
+            f"keyed_dropout=True does not support {_UNSUPPORTED[function]}. Build the module "
+            "without it, or use keyed_dropout=False"
         )
     return function(*args, **kwargs)
 

@@ -74,6 +74,17 @@ def test_dropout_inside_torch_attention_is_refused(dropout):
         assert torch.equal(attention.eval()(x, x, x)[0], attention(x, x, x)[0])
 
 
+@pytest.mark.parametrize("module", [nn.Dropout2d(0.5), nn.AlphaDropout(0.5), nn.RReLU()], ids=str)
+def test_other_random_modules_are_refused_only_if_they_draw(module):
+    keyed = KeyedDropout(tensor=Group(), context=Group(), sequence_parallel=False, seed=0)
+    x = torch.rand(2, 4, 8, 8)
+    with keyed.around(Forward(hook="training_step", whole={"x": x})):
+        with pytest.raises(KeyedDropoutError, match="keyed_dropout=False"):
+            module.train()(x)
+        assert torch.equal(module.eval()(x), x)
+        assert torch.equal(nn.Dropout2d(0.0)(x), x)
+
+
 def test_batch_without_common_dimension_is_refused():
     keyed = KeyedDropout(tensor=Group(), context=Group(), sequence_parallel=False, seed=0)
     graphs = {"x": torch.randn(5, 2), "edges": torch.zeros(2, 7)}
