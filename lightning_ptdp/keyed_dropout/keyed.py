@@ -77,12 +77,14 @@ class KeyedDropout(Surrounding):
         sequence_parallel: Whether activations are split along the sequence outside of
             tensor-parallel regions.
         seed: Seed of the run.
+        sequence_dims: Dimensions of the sequence in a batch (``sequence_batch.py``).
     """
 
     tensor: Group
     context: Group
     sequence_parallel: bool
     seed: int
+    sequence_dims: Mapping[str, int | None] = field(default_factory=dict)
     _inside: bool = field(default=False, init=False)
     _running: _Running | None = field(default=None, init=False)
 
@@ -123,7 +125,7 @@ class KeyedDropout(Surrounding):
             return contextlib.nullcontext()
         batch = forward.whole
         try:
-            length = sequence_length(batch)
+            length = sequence_length(batch, self.sequence_dims)
         except ValueError:
             length = None
         try:

@@ -87,6 +87,7 @@ def make_surroundings(
                 context=context,
                 sequence_parallel=config.sequence_parallel,
                 seed=seed,
+                sequence_dims=config.sequence_dims or {},
             )
         )
     elif tensor.size > 1 and (parallel.split_blocks is not None or not config.sequence_parallel):

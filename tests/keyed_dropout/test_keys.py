@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from lightning_ptdp.forward.surroundings import Forward
@@ -83,6 +84,24 @@ def test_other_random_modules_are_refused_only_if_they_draw(module):
             module.train()(x)
         assert torch.equal(module.eval()(x), x)
         assert torch.equal(nn.Dropout2d(0.0)(x), x)
+
+
+def test_sequence_is_found_by_sequence_dims():
+    """The batch also has features, whose number is not that of the tokens."""
+    batch = {"features": torch.randn(2, 12), "ids": torch.arange(16).view(2, 8)}
+    dropped = []
+    for context in (Group(), Group(ranks=(0, 1)), Group(ranks=(0, 1), rank=1)):
+        keyed = KeyedDropout(
+            tensor=Group(),
+            context=context,
+            sequence_parallel=False,
+            seed=0,
+            sequence_dims={"ids": 1, "features": None},
+        )
+        with keyed.around(Forward(hook="training_step", whole=batch)):
+            dropped.append(F.dropout(torch.ones(2, 8 // context.size, 5)))
+    full, first, second = dropped
+    assert torch.equal(torch.cat((first[:, :2], second, first[:, 2:]), 1), full)
 
 
 def test_batch_without_common_dimension_is_refused():
