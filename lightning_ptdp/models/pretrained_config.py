@@ -247,7 +247,8 @@ def check_sizes(config: Mapping[str, Any], where: str = "", *, stored: int | Non
     most_blocks = _MOST_BLOCKS if stored is None else max(stored, _FEW_BLOCKS)
     for name, value in _numbers(config):
         key = name.rpartition(".")[2]
-        if math.isnan(value) or (_ends(_EPSILON, key) and not 0 <= value < 1):
+        is_nan = isinstance(value, float) and math.isnan(value)
+        if is_nan or (_ends(_EPSILON, key) and not 0 <= value < 1):
             raise ValueError(
                 f"{where}{name}={value} is not a valid value. Give the number with which the "
                 "model was trained"

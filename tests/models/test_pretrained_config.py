@@ -45,6 +45,7 @@ def change(model, changes):
             "intermediate_size=-5 is not a valid size. Give an integer from 0",
         ),
         ({"hidden_size": 10**30}, "hidden_size=10*.* is not a valid size"),
+        ({"hidden_size": 10**400}, "hidden_size=10*.* is not a valid size"),
         (
             {"text_config": {"num_attention_heads": -1}},
             r"text_config\.num_attention_heads=-1 is not a valid size",
