@@ -159,22 +159,23 @@ class SliceFunctions:
 
     # ---- sums over time --------------------------------------------------------------------------
 
-    def _reduce(self, reduce: _Function, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        local = reduce(x, *args, **kwargs)
-        dims = named_dims(reduce.__name__, (x, *args), kwargs)
-        if not (1 in dims and len(dims) < x.dim() and self._sums_tokens(x, reduce.__name__)):
+    def _reduce(self, reduce: _Function, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        local = reduce(input, *args, **kwargs)
+        name = reduce.__name__
+        dims = named_dims(name, (input, *args), kwargs)
+        if not (1 in dims and len(dims) < input.dim() and self._sums_tokens(input, name)):
             return local
         result = total(local, self.group)
-        return result / self.group.size if reduce.__name__ == "mean" else result
+        return result / self.group.size if name == "mean" else result
 
-    def _extreme(self, extreme: _Function, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def _extreme(self, extreme: _Function, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the largest or smallest number of all tokens; collective for integers (b, s/c).
 
         Rotary embeddings that depend on the length (dynamic, LongRoPE) take the last position.
         """
-        result = extreme(x, *args, **kwargs)
-        is_ids = x.dim() == 2 and not x.is_floating_point() and x.dtype != torch.bool
-        if is_ids and not args and not kwargs and self._has_slice(x):
+        result = extreme(input, *args, **kwargs)
+        is_ids = input.dim() == 2 and not input.is_floating_point() and input.dtype != torch.bool
+        if is_ids and not args and not kwargs and self._has_slice(input):
             op = dist.ReduceOp.MAX if extreme.__name__ == "max" else dist.ReduceOp.MIN
             dist.all_reduce(result, op=op, group=self.group.handle)
         return result
@@ -220,18 +221,20 @@ class SliceFunctions:
             ends = ":".join("" if end is None else str(end) for end in (span.start, span.stop))
             self._refuse(f"takes tokens [{ends}]", x)
 
-    def _roll(self, function: _Function, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def _roll(self, function: _Function, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         dims = kwargs.get("dims", args[-1] if len(args) > 1 else None)
         dims = (dims,) if isinstance(dims, int) else dims or ()
-        if self._is_slice(x) and any(dim % x.dim() == 1 for dim in dims):
-            self._refuse("rolls the tokens", x)
-        return function(x, *args, **kwargs)
+        if self._is_slice(input) and any(dim % input.dim() == 1 for dim in dims):
+            self._refuse("rolls the tokens", input)
+        return function(input, *args, **kwargs)
 
-    def _narrow(self, function: _Function, x: Tensor, dim: int, start: Any, length: int) -> Tensor:
-        if isinstance(start, int) and dim % max(x.dim(), 1) == 1:
-            start = start % x.size(1) if start < 0 else start
-            self.check_index(x, (slice(None), slice(start, start + length)))
-        return function(x, dim, start, length)
+    def _narrow(
+        self, function: _Function, input: Tensor, dim: int, start: Any, length: int
+    ) -> Tensor:
+        if isinstance(start, int) and dim % max(input.dim(), 1) == 1:
+            start = start % input.size(1) if start < 0 else start
+            self.check_index(input, (slice(None), slice(start, start + length)))
+        return function(input, dim, start, length)
 
     def _is_slice(self, x: Tensor) -> bool:
         """Return True for a slice of hidden states or logits, or of tokens or labels."""
@@ -261,25 +264,27 @@ class SliceFunctions:
             return x.copy_(shard_sequence(drawn, 1, rank=self.group.rank, size=self.group.size))
 
     def _new(self, fill: _Function, *size: Any, **kwargs: Any) -> Tensor:
-        generator = kwargs.pop("generator", None)
-        return self._fill(fill, torch.empty(*size, **kwargs), generator=generator)
+        return self._filled(fill, partial(torch.empty, *size), kwargs)
 
-    def _like(self, fill: _Function, x: Tensor, **kwargs: Any) -> Tensor:
-        return self._fill(fill, torch.empty_like(x, **kwargs))
+    def _like(self, fill: _Function, input: Tensor, **kwargs: Any) -> Tensor:
+        return self._filled(fill, partial(torch.empty_like, input), kwargs)
 
     def _integers(self, *args: Any, **kwargs: Any) -> Tensor:
         numbers = list(args)
         size = kwargs.pop("size") if "size" in kwargs else numbers.pop()
         high = kwargs.pop("high") if "high" in kwargs else numbers.pop()
         low = kwargs.pop("low", numbers[0] if numbers else 0)
-        generator = kwargs.pop("generator", None)
-        return self._fill(
-            Tensor.random_,
-            torch.empty(size, **{"dtype": torch.int64, **kwargs}),
-            low,
-            high,
-            generator=generator,
-        )
+        options = {"dtype": torch.int64, **kwargs}
+        return self._filled(Tensor.random_, partial(torch.empty, size), options, low, high)
+
+    def _filled(
+        self, fill: _Function, make: _Function, options: dict[str, Any], *limits: int
+    ) -> Tensor:
+        """Make a tensor with the options of a function like ``torch.rand``, and fill it."""
+        generator = options.pop("generator", None)
+        requires_grad = options.pop("requires_grad", False)
+        filled = self._fill(fill, make(**options), *limits, generator=generator)
+        return filled.requires_grad_(requires_grad)
 
     def _dropout(
         self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
