@@ -33,21 +33,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_ptdp.base.errors import PTDPError
 from lightning_ptdp.shims.torch import assert_on_device
 from lightning_ptdp.world.mesh import Group
 
 
-@dataclass(frozen=True, kw_only=True)
-class Faults:
-    """Faults of a router on this rank.
-
-    Attributes:
-        nowhere: Number of choices of experts that do not exist.
-        not_finite: Number of weights that are NaN or infinite.
-    """
-
-    nowhere: int
-    not_finite: int
+class ExpertError(PTDPError, ValueError):
+    """A router chose an expert that does not exist, or a weight that is not finite."""
 
 
 @dataclass
@@ -92,13 +84,10 @@ class Dispatched:
     Attributes:
         rows_rh: (r, h), sorted by expert, and for each expert in the order of the sending ranks.
         counts: (E/e,) int64, number of rows of each local expert.
-        faults: Faults of the local router. Rows of choices that do not exist were sent to the last
-            expert.
     """
 
     rows_rh: Tensor
     counts: Tensor
-    faults: Faults
     going: _Order
     group: Group
     arrived: _Order | None = None
@@ -137,6 +126,7 @@ def dispatch(
     *,
     num_experts: int,
     group: Group,
+    router: str,
     numbers: HostNumbers | None = None,
     kept_nk: Tensor | None = None,
 ) -> Dispatched:
@@ -149,9 +139,13 @@ def dispatch(
         num_experts: E, a multiple of the group's size; the group's i-th rank holds the i-th part of
             them.
         group: e ranks.
+        router: Description of the router, for errors.
         numbers: Reads the sizes.
         kept_nk: bool, the choices within the capacities; None: all. The experts must return zeros
             for a row of zeros.
+
+    Raises:
+        ExpertError: A choice of this rank does not exist, or a weight is not finite.
     """
     chosen = index_nk.reshape(-1)
     exists = (chosen >= 0) & (chosen < num_experts)
@@ -170,13 +164,15 @@ def dispatch(
     if group.size == 1:
         if kept_nk is not None:
             rows = torch.where(kept_nk.reshape(-1, 1).index_select(0, order), rows, 0)
-        return Dispatched(
-            rows_rh=rows,
-            counts=counts,
-            faults=_checked(wrong),
-            going=going,
-            group=group,
-        )
+        if wrong.device.type == "cpu":
+            nowhere, not_finite = wrong.tolist()
+            _check(nowhere, not_finite, num_experts, router)
+        else:
+            assert_on_device(
+                wrong.sum() == 0,
+                "a router chose an expert that does not exist, or a weight that is not finite",
+            )
+        return Dispatched(rows_rh=rows, counts=counts, going=going, group=group)
     received_counts = torch.empty_like(counts)
     dist.all_to_all_single(received_counts, counts, group=group.handle)
     read = (numbers or HostNumbers()).read
@@ -192,11 +188,11 @@ def dispatch(
     rows = _exchange(rows, sent, received, group)
     received_counts = received_counts.view(group.size, num_local)
     arrived = _by_expert(received_counts, sum(received)) if num_local > 1 else None
+    _check(nowhere, not_finite, num_experts, router)
     return Dispatched(
         rows_rh=_reordered(rows, arrived),
         counts=received_counts.sum(0),
         known_sizes=[sum(halves[1][expert::num_local]) for expert in range(num_local)],
-        faults=Faults(nowhere=nowhere, not_finite=not_finite),
         going=going,
         arrived=arrived,
         sent=sent,
@@ -205,16 +201,17 @@ def dispatch(
     )
 
 
-def _checked(wrong: Tensor) -> Faults:
-    """Return the faults on a CPU; elsewhere let the device check for them."""
-    if wrong.device.type == "cpu":
-        nowhere, not_finite = wrong.tolist()
-        return Faults(nowhere=nowhere, not_finite=not_finite)
-    assert_on_device(
-        wrong.sum() == 0,
-        "a router chose an expert that does not exist, or a weight that is not finite",
-    )
-    return Faults(nowhere=0, not_finite=0)
+def _check(nowhere: int, not_finite: int, num_experts: int, router: str) -> None:
+    """Refuse a number of choices of missing experts, and of weights that are not finite."""
+    if nowhere:
+        raise ExpertError(
+            f"the router of {router} chose experts that do not exist {nowhere} times (valid: 0 to "
+            f"{num_experts - 1})"
+        )
+    if not_finite:
+        raise ExpertError(
+            f"the router of {router} returned {not_finite} weights that are not finite"
+        )
 
 
 def _numbers(count: int, like: Tensor) -> Tensor:

@@ -54,7 +54,9 @@ def inner_parts(module: Any, name: str) -> tuple[int, tuple[int, ...]] | None:
     if name == "down_proj":
         return (1 if module.is_transposed else 2), (f,)
     dim = 2 if module.is_transposed and not name.endswith("_bias") else 1
-    return dim, ((f, f) if module.is_concatenated else (2 * f,)) if module.has_gate else (f,)
+    if not module.has_gate:
+        return dim, (f,)
+    return dim, (f, f) if module.is_concatenated else (2 * f,)
 
 
 def usual_output(

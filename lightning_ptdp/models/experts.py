@@ -30,7 +30,6 @@ from lightning_ptdp.forward.matrix_product import StepCasts, autocast_dtype
 from lightning_ptdp.models.layers import NormalLinear
 from lightning_ptdp.models.memory_saving import swiglu
 from lightning_ptdp.models.model_config import GPTConfig
-from lightning_ptdp.tensor_parallel.kinds.sharded_experts import ExpertError
 from lightning_ptdp.world.mesh import Group
 
 AUXILIARY = 3
@@ -83,13 +82,9 @@ class ExpertWeights(nn.Module):
             weights_nk,
             num_experts=self.num_experts,
             group=Group(),
+            router=f"layer {self.layer}",
             kept_nk=kept_nk,
         )
-        if routed.faults.not_finite:
-            raise ExpertError(
-                f"the router of layer {self.layer} returned {routed.faults.not_finite} weights "
-                "that are not finite"
-            )
         outputs_rh = usual_output(self, routed, dtype=autocast_dtype(routed.rows_rh))
         return routed.combine(outputs_rh, weights_nk)
 

@@ -270,7 +270,7 @@ TRACE = (
         *(
             (f"lightning_ptdp.{name}", True)
             for name in (
-                "tensor_parallel.kinds.sharded_experts.ExpertError",
+                "expert_parallel.dispatch.ExpertError",
                 "keyed_dropout.keyed.KeyedDropoutError",
             )
         ),

@@ -51,13 +51,13 @@ def test_checkpoint_resumes_in_other_layout(world_size, layout, parity, tmp_path
     [
         (
             "nowhere",
-            r"the router of 'layers.0.experts' chose experts that do not exist \d+ times \(valid: 0 "
-            r"to 3\)",
+            r"the router of 'layers.0.experts' on rank \d+ chose experts that do not exist \d+ times "
+            r"\(valid: 0 to 3\)",
         ),
         (
             "nan",
-            r"the router of 'layers.0.experts' returned 48 weights that are not finite, on rank "
-            r"\d+(.|\n)*microbatch 0, stage 0",
+            r"the router of 'layers.0.experts' on rank \d+ returned 48 weights that are not "
+            r"finite(.|\n)*microbatch 0, stage 0",
         ),
     ],
 )

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_ptdp.base.errors import PTDPError
 from lightning_ptdp.base.option_types import Size, check_types
 from lightning_ptdp.expert_parallel import (
     Dispatched,
@@ -63,10 +62,6 @@ class ReadOnce(Surrounding):
                 numbers.kept = numbers.known = None
 
 
-class ExpertError(PTDPError, ValueError):
-    """A router chose an expert that does not exist, or a weight that is not finite."""
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ExpertsForward(OwnForward):
     """Replacement for ``forward(x_nh, index_nk, weights_nk)`` of an experts module.
@@ -115,10 +110,10 @@ class ExpertsForward(OwnForward):
             *local,
             num_experts=self.num_experts,
             group=self.group,
+            router=f"'{self.name}' on rank {self.group.ranks[self.group.rank]}",
             numbers=self.numbers,
             kept_nk=kept_nk,
         )
-        self._check(routed)
         y_nh = routed.combine(self._experts(routed), local[2])
         y_nh = (
             reduce(y_nh, self.tensor)
@@ -152,22 +147,6 @@ class ExpertsForward(OwnForward):
             return x
         padding = x.new_zeros(-x.size(0) % self.tensor.size, *x.shape[1:])
         return split_sequence(torch.cat([x, padding]), self.tensor, 0)
-
-    def _check(self, routed: Dispatched) -> None:
-        faults = routed.faults
-        if faults.nowhere or faults.not_finite:
-            missing = (
-                f"chose experts that do not exist {faults.nowhere} times (valid: 0 to "
-                f"{self.num_experts - 1})"
-            )
-            fault = (
-                missing
-                if faults.nowhere
-                else f"returned {faults.not_finite} weights that are not finite"
-            )
-            raise ExpertError(
-                f"the router of '{self.name}' {fault}, on rank {self.group.ranks[self.group.rank]}"
-            )
 
 
 _ARGUMENTS = 3
@@ -219,9 +198,6 @@ class Experts(Kind):
             == 1 + _ARGUMENTS
         )
 
-    def misfit(self, module: nn.Module) -> str | None:
-        return None if self.fits(module) else f"that takes {self.takes}"
-
     def check(self, name: str, module: nn.Module, size: int) -> None:
         check_divides(name, "number of experts", getattr(module, _COUNT), size, axis="expert")
         if self.split_over == 1:
@@ -242,13 +218,9 @@ class Experts(Kind):
         )
 
     def placements(self, module: nn.Module, place: ModulePlace) -> dict[str, Placement]:
-        placements = {
+        return {
             name: self._placement(module, name, p.shape, place)
             for name, p in module.named_parameters()
-        }
-        return {
-            name: replace(placement, sharded=placement.sharded[place.group.size == 1 :])
-            for name, placement in placements.items()
         }
 
     def _placement(
@@ -266,15 +238,16 @@ class Experts(Kind):
             axis="expert",
             partial=partial,
         )
-        if inner is None:
-            return placement
-        dim, parts = inner
-        return shard_twice(
-            placement,
-            shard_columns(
+        if inner is not None:
+            dim, parts = inner
+            columns = shard_columns(
                 shape, parts=parts, size=self.split_over, index=place.tensor.rank, dim=dim
-            ),
-        )
+            )
+            placement = shard_twice(placement, columns)
+        if place.group.size == 1:
+            _expert, *sharded = placement.sharded
+            return replace(placement, sharded=tuple(sharded))
+        return placement
 
     def build(
         self, module: nn.Module, local: Mapping[str, nn.Parameter], place: ModulePlace
