@@ -144,7 +144,7 @@ class ContextParallel(Surrounding):
                 cannot receive the positions of its tokens.
         """
         running = self._begin(forward.whole, self._seen.get(forward.stage, set()))
-        running.draws_alike = lambda: forward.draws_alike
+        running.shares_stream = lambda: forward.shares_stream
         forward.batch = running.batch
         forward.part = running
         with running.active(), self._watch(forward, running):

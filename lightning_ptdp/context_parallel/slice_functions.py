@@ -64,7 +64,7 @@ class SliceFunctions:
         length: s, tokens of the full sequence.
         shifts: Error about shifted tokens or labels, if the step has shifted any; else None.
         samples: Number of samples of the batch.
-        draws_alike: Returns True while all ranks of the group draw from one stream of random
+        shares_stream: Returns True while all ranks of the group draw from one stream of random
             numbers.
     """
 
@@ -73,7 +73,7 @@ class SliceFunctions:
     length: int
     samples: int = 1
     shifts: ContextParallelError | None = None
-    draws_alike: Callable[[], bool] = bool
+    shares_stream: Callable[[], bool] = bool
 
     def mode(self) -> Replacing:
         """Return the mode under which the functions are replaced."""
@@ -184,7 +184,7 @@ class SliceFunctions:
         """Return True for a reduction of hidden states (b, s/c, h) over time.
 
         Raises:
-            ContextParallelError: It reduces (b, s/c), which may mean the whole sequence, for a
+            ContextParallelError: It reduces (b, s/c), which may mean the full sequence, for a
                 score of each sample, or this rank's tokens, for the divisor of a mean.
         """
         tokens = self.length // self.group.size
@@ -251,7 +251,7 @@ class SliceFunctions:
     # ---- random numbers --------------------------------------------------------------------------
 
     def _draws_slice(self, x: Tensor) -> bool:
-        return self.draws_alike() and self._has_slice(x)
+        return self.shares_stream() and self._has_slice(x)
 
     def _fill(self, fill: _Function, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not self._draws_slice(x) or any(

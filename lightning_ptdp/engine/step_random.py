@@ -115,7 +115,7 @@ class StepRandomness(Surrounding):
     def _drawing(self, forward: Forward, seed: int) -> Iterator[None]:
         self._switch(seed, numpy=True, python=True)
         self._forward = forward
-        forward.draws_alike = True
+        forward.shares_stream = True
         self._seed = derive_seed(seed, *self._place)
         always = self._numpy or self._python
         self._switching = {number for number, draws in self._draws.items() if always or draws()}
@@ -124,7 +124,7 @@ class StepRandomness(Surrounding):
         finally:
             self._seed = None
             self._forward = None
-            forward.draws_alike = False
+            forward.shares_stream = False
             del self._outer[1:]  # states of blocks that StageExit or an error has left
             self._switch_back()
 
@@ -144,7 +144,7 @@ class StepRandomness(Surrounding):
 
     def _mark(self) -> None:
         if self._forward is not None:
-            self._forward.draws_alike = len(self._outer) == 1
+            self._forward.shares_stream = len(self._outer) == 1
 
     def _switch(self, seed: int, *, numpy: bool, python: bool) -> None:
         depth = len(self._outer)

@@ -29,7 +29,7 @@ class BatchPart(Protocol):
 
     @property
     def length(self) -> int:
-        """Return the number of tokens of the whole sequence."""
+        """Return the number of tokens of the full sequence."""
 
     @property
     def group(self) -> Group:
@@ -70,7 +70,7 @@ class Forward:
         seed: Seed of the step's random numbers; None: it draws from the process's generators.
         splits_backward: Its backward comes in two halves, and the second may compute gradients that
             the first has deferred.
-        draws_alike: True while all ranks of the replica draw from the same stream.
+        shares_stream: True while all ranks of the replica draw from the same stream.
         batch: Argument of the user's step; a surrounding may replace ``whole`` by this rank's part.
         part: The part, set by the surrounding that did so.
         deferred: Store of a surrounding for gradients that the backward leaves for later.
@@ -83,7 +83,7 @@ class Forward:
     whole: Any = None
     seed: int | None = None
     splits_backward: bool = False
-    draws_alike: bool = field(default=False, init=False)
+    shares_stream: bool = field(default=False, init=False)
     batch: Any = field(init=False)
     part: BatchPart | None = None
     deferred: WeightGradients | None = None
@@ -138,6 +138,29 @@ class Surrounding:
         The result is None if no contexts are needed.
         """
         return None
+
+
+class FirstForwards(Surrounding):
+    """Entry that acts around the first forward of each kind only."""
+
+    def __init__(self) -> None:
+        self._seen: set[tuple[str, int]] = set()
+
+    def attach(self, module: nn.Module) -> Callable[[], None]:
+        """Make the next forward of each kind the first one."""
+        self._seen.clear()
+        return super().attach(module)
+
+    def around(self, forward: Forward) -> Context:
+        """Return ``first()`` in the first forward of a kind."""
+        if forward.kind in self._seen:
+            return contextlib.nullcontext()
+        self._seen.add(forward.kind)
+        return self.first()
+
+    def first(self) -> Context:
+        """Return the context of the first forward of a kind."""
+        return contextlib.nullcontext()
 
 
 class Surroundings:

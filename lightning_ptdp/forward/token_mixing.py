@@ -27,7 +27,7 @@ from lightning_ptdp.base.function_replacement import (
 )
 from lightning_ptdp.base.nested import iterate_tensors
 from lightning_ptdp.forward.slice_positions import SlicePositions
-from lightning_ptdp.forward.surroundings import Context, Forward, Surrounding
+from lightning_ptdp.forward.surroundings import Context, FirstForwards
 from lightning_ptdp.shims.torch import has_compiled_parts
 
 _ALONG_LAST = frozenset(
@@ -129,34 +129,30 @@ class TokenMixing(TorchFunctionMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        line = calling_line(unless="lightning_ptdp") if self.tokens else None
+        if line is None:
+            return function(*args, **kwargs)
         name = getattr(function, "__name__", "")
         options = dict(kwargs)
         values = args or ([options.pop("input")] if "input" in options else [])
-        if self.tokens and (
-            self._mixes_rows(name, values, options)
-            or (name not in self._allowed and self._mixes(name, values, options))
+        if self._mixes_rows(name, values, options) or (
+            name not in self._allowed and self._mixes(name, values, options)
         ):
-            self._refuse(calling_line(unless="lightning_ptdp"), name, values)
+            self._refuse(line, name, values)
         result = function(*args, **kwargs)
-        if self.tokens and self._is_total(name, values, options, result):
+        if self._is_total(name, values, options, result):
             # A maximum may be logged, with the same reduction over the ranks.
             warns = name in ("max", "min") and self._averages_here()
-            self._refuse(calling_line(unless="lightning_ptdp"), name, values, warns=warns)
-        elif self.tokens and self._loses_tokens(name, values, result):
-            self._refuse(calling_line(unless="lightning_ptdp"), name, values)
-        elif self.tokens not in (0, *self._sizes) and self._positions.are_used(
+            self._refuse(line, name, values, warns=warns)
+        elif self._loses_tokens(name, values, result):
+            self._refuse(line, name, values)
+        elif self.tokens not in self._sizes and self._positions.are_used(
             name, args, kwargs, result, self.tokens
         ):
-            line = calling_line(unless="lightning_ptdp")
-            if line is not None:
-                raise self._refused_positions(f"{line} counts positions from 0 ({name})")
+            raise self._refused_positions(f"{line} counts positions from 0 ({name})")
         return result
 
-    def _refuse(
-        self, line: str | None, name: str, args: Sequence[Any], *, warns: bool = False
-    ) -> None:
-        if line is None:
-            return
+    def _refuse(self, line: str, name: str, args: Sequence[Any], *, warns: bool = False) -> None:
         first = next(iterate_tensors(args))
         error = self._refusal(f"{line} calls {name} on a tensor {tuple(first.shape)}")
         if not warns:
@@ -216,7 +212,8 @@ class TokenMixing(TorchFunctionMode):
 
         (b, n, h), (b, h, n), (n, b, h), (b, n, k, d) or (b, k, n, d).
         """
-        b, n = self.samples, self.tokens
+        b = self.samples
+        n = self.tokens
         if not isinstance(x, Tensor) or not 3 <= x.dim() <= 4 or not x.is_floating_point():
             return None
         if x.dim() == 3 and x.shape[:2] == (n, b):
@@ -286,7 +283,8 @@ class TokenMixing(TorchFunctionMode):
 
         With ``dims=1``, for one number per row.
         """
-        n, rows = self.tokens, self.samples * self.tokens
+        n = self.tokens
+        rows = self.samples * n
         return (
             isinstance(x, Tensor)
             and x.dim() == dims
@@ -317,7 +315,7 @@ def feature_sizes(module: nn.Module) -> frozenset[int]:
     return frozenset(size for parameter in module.parameters() for size in parameter.shape)
 
 
-class SplitTokens(Surrounding):
+class SplitTokens(FirstForwards):
     """Refusal of functions that combine tokens while sequence parallelism splits them.
 
     It watches the first forward of each kind, from the first slice on.
@@ -328,16 +326,16 @@ class SplitTokens(Surrounding):
     """
 
     def __init__(self, blocks: Collection[str], *, embeddings: Collection[str] = ()) -> None:
+        super().__init__()
         self._blocks = blocks
         self._embeddings = embeddings
-        self._watched: set[tuple[str, int]] = set()
         self._mode: TokenMixing | None = None
 
     def attach(self, module: nn.Module) -> Callable[[], None]:
         """Install hooks on the modules whose input or output shows the length of a slice."""
-        self._watched.clear()
+        nothing = super().attach(module)
         if has_compiled_parts(module):
-            return super().attach(module)
+            return nothing
         self._mode = TokenMixing(
             _refused_split, refused_positions=_refused_positions, sizes=feature_sizes(module)
         )
@@ -350,12 +348,9 @@ class SplitTokens(Surrounding):
                 undo.enter_context(module.get_submodule(name).register_forward_hook(self._note))
             return undo.pop_all().close
 
-    def around(self, forward: Forward) -> Context:
-        """Watch a forward, if it is the first of its kind."""
-        if self._mode is None or forward.kind in self._watched:
-            return contextlib.nullcontext()
-        self._watched.add(forward.kind)
-        return self._mode
+    def first(self) -> Context:
+        """Watch the forward."""
+        return super().first() if self._mode is None else self._mode
 
     def _note(self, _module: nn.Module, args: Any, more: Any) -> None:
         assert self._mode is not None

@@ -15,7 +15,7 @@ from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.context_parallel import ContextParallel, why_not
 from lightning_ptdp.engine.step_random import StepRandomness
 from lightning_ptdp.forward.deferred_weight_gradients import WeightGradients
-from lightning_ptdp.forward.direct_calls import DirectCalls
+from lightning_ptdp.forward.own_forward import DirectCalls
 from lightning_ptdp.forward.surroundings import Surrounding, Surroundings
 from lightning_ptdp.forward.token_mixing import SplitTokens
 from lightning_ptdp.keyed_dropout import KeyedDropout

@@ -8,7 +8,7 @@ from types import CodeType, FrameType
 
 from torch import nn
 
-from lightning_ptdp.forward.direct_calls import HookedForward
+from lightning_ptdp.forward.own_forward import HookedForward
 
 TRAINERS = ("lightning", "pytorch_lightning", "lightning_ptdp")
 LIBRARIES = (*TRAINERS, "torchmetrics", "transformers")

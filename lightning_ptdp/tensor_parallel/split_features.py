@@ -3,7 +3,7 @@
 The output of a column layer is split along its last dimension. A softmax or a norm over it, or a
 split into two halves (``x.chunk(2, -1)``), would use only this rank's features, and is refused. So
 is a product of queries and keys that have not been split into heads, and a view with as many heads
-as the whole layer has.
+as the full layer has.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lightning_ptdp.base.function_replacement import (
     named_dims,
     running_modules,
 )
-from lightning_ptdp.forward.surroundings import Context, Forward, Surrounding
+from lightning_ptdp.forward.surroundings import Context, FirstForwards
 from lightning_ptdp.shims.torch import has_compiled_parts
 from lightning_ptdp.tensor_parallel.kinds.vocabulary import VocabularyParallelHead
 from lightning_ptdp.tensor_parallel.linear import ColumnParallelLinear
@@ -37,7 +37,7 @@ _CONTRACTIONS = frozenset(("matmul", "__matmul__", "bmm", "scaled_dot_product_at
 """Functions that sum over the last dimension of their first argument."""
 
 
-class SplitFeatures(Surrounding):
+class SplitFeatures(FirstForwards):
     """Watches the outputs of column layers during the first forward of each kind.
 
     Args:
@@ -45,22 +45,19 @@ class SplitFeatures(Surrounding):
     """
 
     def __init__(self, numbers: Numbers) -> None:
+        super().__init__()
         self._numbers = numbers
-        self._seen: set[tuple[str, int]] = set()
         self._module: nn.Module | None = None
 
     def attach(self, module: nn.Module) -> Callable[[], None]:
         """Store the module whose layers are watched."""
-        self._seen.clear()
         self._module = None if has_compiled_parts(module) else module
         return super().attach(module)
 
-    def around(self, forward: Forward) -> Context:
-        """Watch a forward, if it is the first of its kind."""
-        if self._module is None or forward.kind in self._seen:
-            return contextlib.nullcontext()
-        self._seen.add(forward.kind)
-        return _watched(self._module, self._numbers)
+    def first(self) -> Context:
+        """Watch the forward."""
+        module = self._module
+        return super().first() if module is None else _watched(module, self._numbers)
 
 
 @contextlib.contextmanager
@@ -146,7 +143,7 @@ class _Features(PartialValues):
             raise self._refusal(layer, name)
 
     def _check_heads(self, layer: str, name: str, x: Tensor, args: Sequence[Any]) -> None:
-        """Refuse sizes of the whole layer in the place of this rank's."""
+        """Refuse sizes of the full layer in the place of this rank's."""
         sizes = _sizes(name, x, args)
         known = math.prod(size for size in sizes if size != -1)
         if len(sizes) < 2 or not known:
