@@ -308,8 +308,11 @@ def _multi_head(attention: Attention, *args: Any, **kwargs: Any) -> tuple[Tensor
         mask = None
     if padding is not None:
         keys = _seen(padding)[:, None, None, :]
-        mask = with_causal(keys, q, k) if causal else keys if mask is None else mask & keys
-        causal = False
+        if causal:
+            mask = with_causal(keys, q, k)
+            causal = False
+        else:
+            mask = keys if mask is None else mask & keys
     dropout_p = bound["dropout_p"] if bound["training"] else 0.0
     y = attention(AttentionCall(q, k, v, causal=causal, mask=mask, dropout_p=dropout_p))
     return F.linear(
@@ -338,7 +341,7 @@ def _check_plain(bound: dict[str, Any], x: Tensor) -> None:
         "static keys or values": bound["static_k"] is not None or bound["static_v"] is not None,
         "an input without a batch dimension": x.dim() != 3,
     }
-    features = [name for name, present in unsupported.items() if present]
+    features = [name for name, is_used in unsupported.items() if is_used]
     if features:
         raise ContextParallelError(
             f"nn.MultiheadAttention with {', '.join(features)} cannot be split over context "

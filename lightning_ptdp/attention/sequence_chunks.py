@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_ptdp.shims.torch_distributed import all_gather_single
+from lightning_ptdp.world.axes import nearest_multiples
 from lightning_ptdp.world.mesh import Group
 
 
@@ -42,8 +43,6 @@ def check_sequence(
         return
     unit = math.lcm(2 * context_parallel_size, context_parallel_size * sequence_parallel_size)
     if length % unit:
-        below = length // unit * unit
-        multiples = " or ".join(str(n) for n in (below, below + unit) if n)
         tensor = (
             f" and sequence parallelism over {sequence_parallel_size} ranks"
             if unit != 2 * context_parallel_size
@@ -53,7 +52,7 @@ def check_sequence(
             f"a sequence of {length} tokens cannot be split for "
             f"context_parallel_size={context_parallel_size}{tensor}. Every rank takes two "
             f"equal chunks, so the length must be a multiple of {unit}. Pad or truncate it to "
-            f"{multiples} tokens"
+            f"{nearest_multiples(length, unit)} tokens"
         )
 
 

@@ -132,9 +132,10 @@ class WeightGradients(Surrounding):
         next_add = entries[0][1]() if entries else None
         with torch.no_grad():
             while entries:
-                add, (parameter, _) = next_add, entries.popleft()
-                assert add is not None
+                parameter, _ = entries.popleft()
+                add = next_add
                 next_add = entries[0][1]() if entries else None
+                assert add is not None
                 add()
                 remaining[parameter] -= 1
                 if done is not None and not remaining[parameter]:
@@ -158,7 +159,8 @@ class WeightGradients(Surrounding):
         """Defer the products of a forward if its backward comes in two halves."""
         if not forward.splits_backward:
             return contextlib.nullcontext()
-        forward.deferred, self._usual_hooks = self, saved_tensor_hooks()
+        forward.deferred = self
+        self._usual_hooks = saved_tensor_hooks()
         return self.intercepting()
 
     def intercepting(self) -> Replacing:

@@ -31,7 +31,7 @@ def frozen_forward(
     step: str = "predict_step",
     within: Within = contextlib.nullcontext,
 ) -> Any:
-    """Return the output of ``step(batch, batch_idx)`` for the whole batch, on all ranks.
+    """Return the output of ``step(batch, batch_idx)`` for the full batch, on all ranks.
 
     Call it in a hook that all ranks enter, such as ``on_train_batch_start``. Under a pipeline, the
     batch passes through all stages in microbatches, as in validation. Modules are in evaluation

@@ -107,7 +107,8 @@ class HalfStateAdamW(Optimizer):
         return loss
 
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        state, (beta1, beta2) = self.state[parameter], group["betas"]
+        state = self.state[parameter]
+        beta1, beta2 = group["betas"]
         if not state:
             state["step"] = torch.tensor(0.0)  # on the CPU, as torch's AdamW keeps it
             for name in _STATES:

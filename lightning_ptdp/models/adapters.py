@@ -85,23 +85,17 @@ class LoraOptions:
             ValueError: A name matches none. The message gives the nearest names.
         """
         names = [name for name, _ in model.named_modules() if name]
-        if isinstance(self.target_modules, str):
-            is_match = self.target_modules == ALL_LINEAR or any(
-                re.fullmatch(self.target_modules, name) for name in names
-            )
-            unmatched = [] if is_match else [("target_modules", self.target_modules)]
-        else:
-            unmatched = [
-                ("target_modules", target)
-                for target in self.target_modules
-                if not any(name == target or name.endswith(f".{target}") for name in names)
-            ]
-        unmatched += [
-            ("modules_to_save", target)
-            for target in self.modules_to_save
-            if not any(name.endswith(target) for name in names)
-        ]
-        for field, target in unmatched:
+        targets = self.target_modules
+        patterns = {}
+        if not isinstance(targets, str):
+            patterns = {target: rf"(.*\.)?{re.escape(target)}" for target in targets}
+        elif targets != ALL_LINEAR:
+            patterns = {targets: targets}
+        wanted = [("target_modules", *each) for each in patterns.items()]
+        wanted += [("modules_to_save", end, f".*{re.escape(end)}") for end in self.modules_to_save]
+        for field, target, pattern in wanted:
+            if any(re.fullmatch(pattern, name) for name in names):
+                continue
             short_names = dict.fromkeys(name.rpartition(".")[2] for name in names)
             near = nearest_names(target, [name for name in short_names if not name.isdigit()])
             raise ValueError(

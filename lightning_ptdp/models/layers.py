@@ -7,6 +7,8 @@ filled one leaf module at a time under any seed, with the same result.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -29,7 +31,7 @@ class Transformer(nn.Module):
     def check_sequence_length(self, length: int) -> None:
         """Check that a sequence of ``length`` tokens is not too long.
 
-        The check is for the whole sequence, even if forward sees only a part of it.
+        The check is for the full sequence, even if forward sees only a part of it.
 
         Raises:
             ValueError: It is longer than ``config.sequence_length``.
@@ -133,51 +135,38 @@ class GeluMLP(nn.Module):
         return self.down(F.gelu(self.up(x_bsh), approximate=self.approximate))
 
 
-class NormalLinear(nn.Linear):
-    """``nn.Linear`` whose weight starts as normal(0, ``std``) and whose bias starts at zero.
+class _Normal(nn.Module):
+    """Layer whose weight starts as normal(0, ``std``) and whose bias starts at zero.
 
     With ``truncated``, all weights are within two standard deviations of 0. The actual deviation is
     then 0.88 ``std``.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        bias: bool,
-        std: float,
-        truncated: bool = False,
-    ) -> None:
-        # before the base class, whose constructor calls reset_parameters
+    weight: Tensor
+
+    def __init__(self, *sizes: int, std: float, truncated: bool = False, **options: Any) -> None:
+        # before the layer itself, whose constructor calls reset_parameters
         self.std = std
         self.truncated = truncated
-        super().__init__(in_features, out_features, bias=bias)
+        super().__init__(*sizes, **options)
 
     def reset_parameters(self) -> None:
         """Draw the weight and clear the bias."""
-        _draw(self.weight, self.std, self.truncated)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
+        if self.truncated:
+            nn.init.trunc_normal_(self.weight, std=self.std, a=-2 * self.std, b=2 * self.std)
+        else:
+            nn.init.normal_(self.weight, std=self.std)
+        bias = getattr(self, "bias", None)
+        if bias is not None:
+            nn.init.zeros_(bias)
 
 
-class NormalEmbedding(nn.Embedding):
-    """``nn.Embedding`` whose weight starts as normal(0, ``std``).
+class NormalLinear(_Normal, nn.Linear):
+    """``nn.Linear`` with normally distributed initial weights."""
 
-    ``truncated`` has the same meaning as in ``NormalLinear``.
-    """
 
-    def __init__(
-        self, num_embeddings: int, embedding_dim: int, *, std: float, truncated: bool = False
-    ) -> None:
-        # before the base class, whose constructor calls reset_parameters
-        self.std = std
-        self.truncated = truncated
-        super().__init__(num_embeddings, embedding_dim)
-
-    def reset_parameters(self) -> None:
-        """Draw the weight."""
-        _draw(self.weight, self.std, self.truncated)
+class NormalEmbedding(_Normal, nn.Embedding):
+    """``nn.Embedding`` with normally distributed initial weights."""
 
 
 class TiedLinear(nn.Linear):
@@ -236,13 +225,6 @@ def positions_of(input_ids: Tensor, position_ids: Tensor | None) -> Tensor:
     if position_ids is not None:
         return position_ids
     return torch.arange(input_ids.size(1), device=input_ids.device)
-
-
-def _draw(weight: Tensor, std: float, truncated: bool) -> None:
-    if truncated:
-        nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std)
-    else:
-        nn.init.normal_(weight, std=std)
 
 
 # ---- Cache of keys and values, so that generation computes only the newest token -----------------

@@ -42,7 +42,7 @@ class LitBert(LitTransformer):
 
     The loss is the mean of the masked-LM losses over the predicted tokens, plus ``order_weight``
     times the mean of the sentence losses. A sample has the number of its predicted tokens as its
-    weight in both means. Microbatches and replicas therefore add up to the loss of the whole batch
+    weight in both means. Microbatches and replicas therefore add up to the loss of the full batch
     in every layout. For samples of equal length, the loss is the papers' sum of two means.
 
     Logs ``train_loss``, ``train_masked_loss`` and ``train_order_loss`` in each step. For

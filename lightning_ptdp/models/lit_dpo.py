@@ -220,7 +220,7 @@ class LitDPO(LitCausalLM):
             "labels": torch.cat([batch[f"{name}_labels"] for name in _ANSWERS]),
         }
         losses, balance = super()._losses(both)
-        # With a third dimension, context parallelism sums over the whole sequence.
+        # With a third dimension, context parallelism sums over the full sequence.
         return losses.unsqueeze(-1).sum(1).view(2, -1), balance
 
     def mean_loss(

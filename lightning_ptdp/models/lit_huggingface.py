@@ -10,13 +10,14 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_ptdp.base.nested import IMAGE_FIELDS
+from lightning_ptdp.base.option_types import check_arguments
 from lightning_ptdp.base.requirements import import_optional
 from lightning_ptdp.models.adapters import ALL_LINEAR, LoraOptions, as_lora
 from lightning_ptdp.models.lit_tokens import DEFAULT_OPTIMIZER, Batch, LitTokens, cross_entropy
@@ -64,15 +65,13 @@ class LitHuggingFace(LitTokens):
         optimizer: AdamWConfig = DEFAULT_OPTIMIZER,
     ) -> None:
         super().__init__(optimizer)
-        if dtype not in get_args(Dtype):
-            raise ValueError(f"dtype={dtype!r} must be one of {list(get_args(Dtype))}")
+        check_arguments(LitHuggingFace.__init__, {"dtype": dtype})
         if (path is None) == (config is None):
             raise ValueError(
                 "set either path (the folder or name of a model) or config (its sizes), but "
                 "not both"
             )
         self.path = os.fspath(path) if path is not None else None
-        self.pretrained = pretrained
         self.dtype_name = dtype
         self.attention = attention
         self._sizes = None if config is None else self._described(config)
@@ -94,7 +93,7 @@ class LitHuggingFace(LitTokens):
         self._operations: Operations | None = None
         if self.adapter is not None:
             kind = self._transformers_class()
-            self.adapter.check(without_values(kind, self._model_config(), said=self._said))
+            self.adapter.check(without_values(kind, self._model_config(), option=self._option))
 
     def configure_model(self) -> None:
         """Build the model.
@@ -110,9 +109,9 @@ class LitHuggingFace(LitTokens):
             "dtype": _dtype(self.dtype_name, config),
             "attn_implementation": self.attention or self._attention(config),
         }
-        self.model = without_values(kind, config, said=self._said, **options)
+        self.model = without_values(kind, config, option=self._option, **options)
         if torch.get_default_device().type != "meta":
-            self.model = with_values(kind, config, self._weights, said=self._said, **options)
+            self.model = with_values(kind, config, self._weights, option=self._option, **options)
         if self.path is not None:
             check_tokenizer(self.path, self.model.get_input_embeddings().num_embeddings)
         if self.adapter is not None:
@@ -131,7 +130,8 @@ class LitHuggingFace(LitTokens):
             ("vocabulary_size", "vocab_size", "embedding rows"),
             ("sequence_length", "max_position_embeddings", "positions"),
         ):
-            required, limit = getattr(datamodule, name, None), getattr(sizes, field, None)
+            required = getattr(datamodule, name, None)
+            limit = getattr(sizes, field, None)
             if isinstance(required, int) and isinstance(limit, int) and required > limit:
                 tokenizer = name == "vocabulary_size" and getattr(datamodule, "hparams", {}).get(
                     "tokenizer_dir"
@@ -141,7 +141,7 @@ class LitHuggingFace(LitTokens):
                 )
                 raise ValueError(
                     f"data.{name}={required} is more than the {limit} {unit} of the model in "
-                    f"{self._said}. {remedy}"
+                    f"{self._option}. {remedy}"
                 )
 
     def _transformers_class(self) -> Any:
@@ -172,11 +172,11 @@ class LitHuggingFace(LitTokens):
             else read_model_config(str(self.path))
         )
         if self._task == "CAUSAL_LM":
-            check_causal(config, said=self._said)
+            check_causal(config, option=self._option)
         return config
 
     @property
-    def _said(self) -> str:
+    def _option(self) -> str:
         return f"path={self.path!r}" if self.path is not None else "config"
 
     def flops_per_sample(self, sequence_length: int) -> int:
@@ -254,7 +254,8 @@ class LitHuggingFace(LitTokens):
             ValueError: They do not match.
         """
         hparams = checkpoint.get("hyper_parameters", {})
-        saved, current = hparams.get("adapter"), self.hparams["adapter"]
+        saved = hparams.get("adapter")
+        current = self.hparams["adapter"]
         if saved and not current:
             raise ValueError(
                 "the checkpoint has only adapters. Set model.adapter as in that training, or "
@@ -301,10 +302,7 @@ class LitHuggingFace(LitTokens):
         ``output_router_logits``. It is logged as ``train_balance_loss``.
         """
         losses_bs, balance = self._losses(batch)
-        return self.with_balance(self.mean_loss(losses_bs, batch, "train_loss"), balance)
-
-    def with_balance(self, step: dict[str, Tensor], balance: Tensor | None) -> dict[str, Tensor]:
-        """Return the output of a training step with the balancing loss added, and log that."""
+        step = self.mean_loss(losses_bs, batch, "train_loss")
         if balance is None:
             return step
         self.log("train_balance_loss", balance)
@@ -379,11 +377,12 @@ class LitImageTextToText(LitHuggingFace):
     def check_data(self, datamodule: object) -> None:
         """Check also that the data have the model's image tokens."""
         super().check_data(datamodule)
-        ids, token = getattr(datamodule, "image_ids", None), self._model_config().image_token_id
+        ids = getattr(datamodule, "image_ids", None)
+        token = self._model_config().image_token_id
         if ids is not None and token not in ids:
             raise ValueError(
                 f"the processor of the data stands for images with the ids {ids}, but the model in "
-                f"{self._said} has image_token_id={token}. Use the model's own processor "
+                f"{self._option} has image_token_id={token}. Use the model's own processor "
                 "(data.tokenizer_dir)"
             )
 

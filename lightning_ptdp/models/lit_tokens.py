@@ -106,7 +106,7 @@ class LitTransformer(LitModel):
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters of the whole model, over all ranks."""
+        """Number of parameters of the full model, over all ranks."""
         return num_parameters(self.config)
 
     def losses_of(self, hidden: Tensor, head: nn.Module, labels: Tensor) -> Tensor:
@@ -161,7 +161,7 @@ class LitTokens(LitModel):
         and True where it is not.
 
         The result has scores instead of predicted tokens, because scores do not require a rank to
-        hold the logits of the whole vocabulary. It has scores per token, because a rank of a
+        hold the logits of the full vocabulary. It has scores per token, because a rank of a
         context-parallel group holds only a part of the sequence and cannot sum over the whole.
         ``summarize_predictions`` computes the sums.
         """

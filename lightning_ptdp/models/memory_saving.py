@@ -65,7 +65,8 @@ class _SwiGLU(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (gate_up,) = ctx.saved_tensors
         result = torch.empty_like(gate_up)
-        (gate, up), (grad_gate, grad_up) = gate_up.chunk(2, dim=-1), result.chunk(2, dim=-1)
+        gate, up = gate_up.chunk(2, dim=-1)
+        grad_gate, grad_up = result.chunk(2, dim=-1)
         torch.mul(grad, F.silu(gate), out=grad_up)
         torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
         return result

@@ -43,8 +43,8 @@ class AdamWConfig:
         warmup_samples: Length of the warm-up in training samples instead of steps, for a global
             batch that ramps up. The warm-up has as many steps as these samples fill.
         decay_samples: ``decay_steps`` in training samples.
-        matrices: Optimizer of the matrices of the blocks: "adamw", or "muon" (adamw_variants.py), which takes
-            the same learning rate.
+        matrices: Optimizer of the matrices of the blocks: "adamw", or "muon" (adamw_variants.py),
+            which takes the same learning rate.
         states: Type of AdamW's running means: "float32", or "bfloat16" with stochastic rounding
             (adamw_variants.py), which takes half of the memory and is slower on a CPU.
 

@@ -29,10 +29,11 @@ from lightning_ptdp.models.tiny import TINY_SIZES
 _READ = ("*.json", "*.txt", "*.model", "*.jinja")
 _WORD = re.compile(r"\w+")
 _SIZE = re.compile(
-    r"(hidden|intermediate|vocab|embedding)_size|_(heads|experts|embd|inner)|head_dim|d_model|d_ff|ffn_dim|n_head"
+    r"((hidden|intermediate|vocab|embedding)_size|_(heads|experts|embd|inner)|head_dim|d_model|d_ff"
+    r"|ffn_dim|n_head)$"
 )
-_BLOCKS = re.compile(r"(?<!feature)_(layers?|experts)")
-_EPSILON = re.compile(r"(^|_)eps(ilon)?")
+_BLOCKS = re.compile(r"(?<!feature)_(layers?|experts)$")
+_EPSILON = re.compile(r"(^|_)eps(ilon)?$")
 _MOST_SIZE = 2**31 - 1
 _MOST_BLOCKS = 4096
 _FEW_BLOCKS = 256
@@ -61,7 +62,7 @@ def config_values(path: str) -> Mapping[str, Any]:
 def read_model_config(path: str) -> Any:
     """Return the configuration that transformers reads from the folder of ``path``.
 
-    Its numbers are compared with the weights beside it. No code in the folder is run.
+    Its numbers are compared with the weights in the folder. No code in the folder is run.
 
     Raises:
         ValueError: It is missing or damaged, belongs to no known model, or does not fit the
@@ -153,14 +154,14 @@ def config_of_sizes(sizes: Mapping[str, Any]) -> Any:
     return config
 
 
-def check_causal(config: Any, *, said: str) -> None:
+def check_causal(config: Any, *, option: str) -> None:
     """Refuse an encoder such as BERT as a causal language model.
 
     transformers builds such a model without an error, but its tokens see later tokens.
 
     Args:
         config: Configuration of transformers.
-        said: Option of the user, for messages.
+        option: Option of the user, for messages.
 
     Raises:
         ValueError: The model's attention is not causal.
@@ -171,13 +172,13 @@ def check_causal(config: Any, *, said: str) -> None:
     )
     if is_encoder and not getattr(config, "is_decoder", False):
         raise ValueError(
-            f"{said} is a {config.model_type} model with is_decoder=False, so its tokens "
+            f"{option} is a {config.model_type} model with is_decoder=False, so its tokens "
             "attend to later ones, which a causal language model has to predict. Use "
             'LitMaskedLM, or set "is_decoder": true in config.json'
         )
 
 
-def without_values(kind: Any, config: Any, *, said: str, **options: Any) -> Any:
+def without_values(kind: Any, config: Any, *, option: str, **options: Any) -> Any:
     """Build a model on the meta device.
 
     This takes no memory, and detects models that cannot be built.
@@ -185,7 +186,7 @@ def without_values(kind: Any, config: Any, *, said: str, **options: Any) -> Any:
     Args:
         kind: The Auto class.
         config: Configuration of transformers.
-        said: Option of the user, for messages.
+        option: Option of the user, for messages.
         options: Arguments of ``from_config``.
 
     Raises:
@@ -198,17 +199,17 @@ def without_values(kind: Any, config: Any, *, said: str, **options: Any) -> Any:
     except Exception as error:  # a model's own code can raise any type
         if "Unrecognized configuration class" in str(error):
             raise ValueError(
-                f"{said} has a model of type {config.model_type!r}, which {kind.__name__} does "
+                f"{option} has a model of type {config.model_type!r}, which {kind.__name__} does "
                 "not support. Use LitCausalLM for a causal language model, LitMaskedLM for an "
                 "encoder, and your own LightningModule for other models"
             ) from None
         why = one_line(f"{type(error).__name__}: {error}")
         raise ValueError(
-            f"{said}: the model of its configuration cannot be built ({why})"
+            f"{option}: the model of its configuration cannot be built ({why})"
         ) from error
 
 
-def with_values(kind: Any, config: Any, weights: str | None, *, said: str, **options: Any) -> Any:
+def with_values(kind: Any, config: Any, weights: str | None, *, option: str, **options: Any) -> Any:
     """Build a model with the weights of a folder or of the hub.
 
     Without ``weights``, the model has initial values.
@@ -224,9 +225,9 @@ def with_values(kind: Any, config: Any, weights: str | None, *, said: str, **opt
     except RuntimeError as error:
         if "ignore_mismatched_sizes" not in str(error):
             raise
-        raise ValueError(f"{said}: the shapes of the weights differ from config.json") from error
+        raise ValueError(f"{option}: the shapes of the weights differ from config.json") from error
     except OSError as error:
-        raise ValueError(f"{said}: the weights cannot be read ({one_line(error)})") from error
+        raise ValueError(f"{option}: the weights cannot be read ({one_line(error)})") from error
 
 
 # ---- Checks of the numbers ---------------------------------------------------------------------
@@ -238,7 +239,7 @@ def check_sizes(config: Mapping[str, Any], where: str = "", *, stored: int | Non
     Args:
         config: Content of the file.
         where: Prefix of a field in messages.
-        stored: Number of tensors beside it, if there are weights. Every layer has at least one.
+        stored: Number of tensors in its folder, if there are weights. Every layer has at least one.
 
     Raises:
         ValueError: A size is negative or not a whole number, a number is NaN, or there are more
@@ -248,17 +249,17 @@ def check_sizes(config: Mapping[str, Any], where: str = "", *, stored: int | Non
     for name, value in _numbers(config):
         key = name.rpartition(".")[2]
         is_nan = isinstance(value, float) and math.isnan(value)
-        if is_nan or (_ends(_EPSILON, key) and not 0 <= value < 1):
+        if is_nan or (_EPSILON.search(key) and not 0 <= value < 1):
             raise ValueError(
                 f"{where}{name}={value} is not a valid value. Give the number with which the "
                 "model was trained"
             )
-        is_size = _ends(_SIZE, key) or _ends(_BLOCKS, key)
+        is_size = _SIZE.search(key) or _BLOCKS.search(key)
         if is_size and (not 0 <= value <= _MOST_SIZE or value != int(value)):
             raise ValueError(
                 f"{where}{name}={value} is not a valid size. Give an integer from 0 to {_MOST_SIZE}"
             )
-        if _ends(_BLOCKS, key) and value > most_blocks:
+        if _BLOCKS.search(key) and value > most_blocks:
             suffix = "" if stored is None else f", but there are only {stored} tensors of weights"
             raise ValueError(
                 f"{where}{name}={value} is more than {most_blocks}{suffix}. Give the number of "
@@ -288,7 +289,3 @@ def _numbers(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield from _numbers(value, f"{prefix}{name}.")
         elif isinstance(value, int | float) and not isinstance(value, bool):
             yield f"{prefix}{name}", value
-
-
-def _ends(pattern: re.Pattern[str], key: str) -> bool:
-    return re.search(rf"(?:{pattern.pattern})$", key) is not None

@@ -32,7 +32,7 @@ ADAPTER_NAMES = ("*.lora_*",)
 BASE_WEIGHTS = "base_weights"
 """Key of the base weights' description in a checkpoint of adapters.
 
-These are the weights beside which the adapters were trained.
+The adapters were trained on top of these weights.
 """
 TOO_MANY_IDS = (
     "Use the tokenizer of the model, or enlarge the embedding once "
@@ -149,7 +149,7 @@ def fingerprint(folder: Path) -> str:
 
 
 def check_tokenizer(path: str, rows: int) -> None:
-    """Check that the embedding has a row for every id of the tokenizer beside the model.
+    """Check that the embedding has a row for every id of the tokenizer in the model's folder.
 
     Only a fast tokenizer is checked.
 

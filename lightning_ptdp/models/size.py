@@ -41,6 +41,7 @@ def active_parameters(config: GPTConfig) -> int:
     return num_parameters(config) - inactive * 3 * config.expert_size * config.hidden_size
 
 
+@cache
 def flops_per_sample(
     config: GPTConfig, *, sequence_length: int | None = None, recompute: bool = False
 ) -> int:
@@ -54,9 +55,14 @@ def flops_per_sample(
         recompute: Count the blocks' recomputed forward pass too.
     """
     length = config.sequence_length if sequence_length is None else sequence_length
-    model = _operations(config, length)
+
+    def run(model: nn.Module, length: int) -> Tensor:
+        logits: Tensor = model(torch.zeros(1, length, dtype=torch.long))
+        return logits
+
+    operations = count_once(lambda: _built(config), run, length)
     head = 2 * length * config.hidden_size * config.vocabulary_size
-    return model + recompute * (model // 3 - head)
+    return operations + recompute * (operations // 3 - head)
 
 
 @cache
@@ -81,15 +87,6 @@ def bert_flops_per_sample(
         ids = torch.zeros(1, length, dtype=torch.long)
         masked, order = model(ids, masked_positions=ids.new_zeros(1, count))
         return torch.cat((masked.flatten(), order.flatten()))
-
-    return count_once(lambda: _built(config), run, length)
-
-
-@cache
-def _operations(config: GPTConfig, length: int) -> int:
-    def run(model: nn.Module, length: int) -> Tensor:
-        logits: Tensor = model(torch.zeros(1, length, dtype=torch.long))
-        return logits
 
     return count_once(lambda: _built(config), run, length)
 
@@ -133,7 +130,7 @@ def count_operations(
     This also works for a layer that goes through the sequence step by step.
 
     Args:
-        build: Function that builds the whole model, with its frozen parameters.
+        build: Function that builds the full model, with its frozen parameters.
         run: Function that calls the model with a sample of a given number of tokens, and returns
             the tensor from which the loss is computed.
         longest: Number of tokens that the model accepts.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sysconfig
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -45,7 +44,8 @@ _VISION_CHAT = (
     "{{ '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-_SIDE, _PATCH = 16, 8
+_SIDE = 16
+_PATCH = 8
 _FILES = ("argparse.py", "ast.py", "inspect.py", "pathlib.py", "textwrap.py", "typing.py")
 
 
@@ -132,7 +132,7 @@ def make_tiny_vision(folder: str | os.PathLike[str], *, seed: int = 0) -> None:
 
 @contextmanager
 def _new_folder(folder: str | os.PathLike[str], seed: int) -> Iterator[Path]:
-    """Provide a folder to write a model to, which then appears complete or not at all.
+    """Provide a path to write a model to, whose folder then appears complete or not at all.
 
     An existing folder is left unchanged. Random numbers follow ``seed``.
     """
@@ -140,16 +140,16 @@ def _new_folder(folder: str | os.PathLike[str], seed: int) -> Iterator[Path]:
 
     target = Path(os.path.abspath(folder))
     target.parent.mkdir(parents=True, exist_ok=True)
-    part = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
-    try:
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-            torch.manual_seed(seed)
-            yield part
-        part.chmod(0o755)
+    with (
+        tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as scratch,
+        torch.random.fork_rng(devices=[]),
+        torch.device("cpu"),
+    ):
+        torch.manual_seed(seed)
+        part = Path(scratch, target.name)
+        yield part
         if not target.exists():
             part.rename(target)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
 
 
 def tiny_tokenizer(vocabulary_size: int, *special: str) -> Any:

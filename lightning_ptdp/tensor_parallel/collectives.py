@@ -34,6 +34,7 @@ from lightning_ptdp.shims.torch_distributed import (
     start_traced,
     wait_traced,
 )
+from lightning_ptdp.world.axes import nearest_multiples
 from lightning_ptdp.world.mesh import Group
 
 
@@ -259,11 +260,10 @@ def check_divisible(x: Tensor, dim: int, group: Group) -> None:
         ValueError: The length is not a multiple of the group's size. The message names lengths that
             are.
     """
-    if x.size(dim) % group.size:
-        length = x.size(dim)
-        below = x.size(dim) // group.size * group.size
-        multiples = " or ".join(str(n) for n in (below, below + group.size) if n)
+    length = x.size(dim)
+    size = group.size
+    if length % size:
         raise ValueError(
-            f"a sequence of length {length} cannot be split over tensor_parallel_size={group.size} "
-            f"ranks. Use a length of {multiples}, or sequence_parallel=False"
+            f"a sequence of length {length} cannot be split over tensor_parallel_size={size} ranks. "
+            f"Use a length of {nearest_multiples(length, size)}, or sequence_parallel=False"
         )

@@ -22,9 +22,9 @@ from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
+from lightning_ptdp.base.nested import map_tensors
 from lightning_ptdp.tensor_parallel.collectives import gather_last, start_all_gather
 from lightning_ptdp.tensor_parallel.cross_entropy import (
     LogSumExp,
@@ -72,7 +72,8 @@ class VocabularyParallelLogits(torch.Tensor):
             if result is not NotImplemented:
                 return result
         _refuse_in_place(name, first, kwargs)
-        return func(*_gathered(args), **_gathered(kwargs))
+        args, kwargs = gather_full((args, kwargs))
+        return func(*args, **kwargs)
 
 
 def gather_full(outputs: object) -> Any:
@@ -81,7 +82,7 @@ def gather_full(outputs: object) -> Any:
     Searches tuples, lists, mappings and dataclasses. Collective over the tensor group if there are
     split logits. Differentiable, if every rank then runs the same computation.
     """
-    return apply_to_collection(outputs, VocabularyParallelLogits, _gather)
+    return map_tensors(outputs, _full)
 
 
 def local_logits(logits: Tensor) -> tuple[Tensor, VocabularyRange, Group]:
@@ -94,20 +95,11 @@ def local_logits(logits: Tensor) -> tuple[Tensor, VocabularyRange, Group]:
     return logits, VocabularyRange(size=logits.size(-1)), Group()
 
 
-def _gather(logits: VocabularyParallelLogits) -> Tensor:
+def _full(x: Tensor) -> Tensor:
+    if not isinstance(x, VocabularyParallelLogits):
+        return x
     # Contiguous like the output of a head, because users call view() on it.
-    return gather_last(_local(logits), logits.group)[..., : logits.vocabulary.size].contiguous()
-
-
-def _gathered(arguments: Any) -> Any:
-    """Return a function's arguments, possibly lists of tensors, with plain full logits."""
-    if isinstance(arguments, VocabularyParallelLogits):
-        return _gather(arguments)
-    if type(arguments) in (tuple, list):
-        return type(arguments)(_gathered(item) for item in arguments)
-    if type(arguments) is dict:
-        return {key: _gathered(item) for key, item in arguments.items()}
-    return arguments
+    return gather_last(_local(x), x.group)[..., : x.vocabulary.size].contiguous()
 
 
 def _local(logits: VocabularyParallelLogits) -> Tensor:
@@ -145,7 +137,7 @@ class _Call:
         return _local(self.logits)
 
     @property
-    def whole(self) -> Tensor:
+    def full(self) -> Tensor:
         """Return a meta tensor of the shape that the logits report."""
         shape = (*self.local.shape[:-1], self.logits.vocabulary.size)
         return torch.empty(shape, dtype=self.local.dtype, device="meta")
@@ -206,15 +198,15 @@ def _to(call: _Call) -> object:
     return call.wrap(moved) if moved.device == call.local.device else NotImplemented
 
 
-def _as_whole(call: _Call) -> object:
+def _on_full(call: _Call) -> object:
     """Call a function that uses only the shape."""
-    return call.on(call.whole)
+    return call.on(call.full)
 
 
 def _view(call: _Call) -> object:
     """Reshape all dimensions except the last one, which must remain the vocabulary."""
     local = call.local
-    full = call.on(call.whole)
+    full = call.on(call.full)
     size = call.logits.vocabulary.size
     if full.dtype is not local.dtype or not full.dim() or full.size(-1) != size:
         return NotImplemented
@@ -360,7 +352,7 @@ _HANDLERS: Mapping[str, Callable[[_Call], object]] = MappingProxyType(
         **dict.fromkeys(
             ("register_hook", "register_post_accumulate_grad_hook", "retain_grad"), _refuse_hook
         ),
-        **dict.fromkeys(_SHAPE.split(), _as_whole),
+        **dict.fromkeys(_SHAPE.split(), _on_full),
         **dict.fromkeys(("view", "reshape", "flatten", "unflatten"), _view),
         "to": _to,
         "__getitem__": _getitem,

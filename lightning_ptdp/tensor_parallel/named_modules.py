@@ -146,7 +146,7 @@ def check_type(name: str, module: nn.Module, kind: Kind) -> None:
 
 
 def check_tied(model: nn.Module, kinds: Mapping[str, Kind]) -> None:
-    """Check that modules that share a weight are sharded alike."""
+    """Check that modules that share a weight are sharded in the same way."""
     users: dict[int, tuple[str, Kind | None]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         kind = kinds.get(name)

@@ -6,7 +6,7 @@ gathered at once, and each is multiplied as soon as it arrives. Each piece of an
 while the next one is multiplied. A piece holds the same tokens of every rank's slice, so that its
 result has a place in the full sequence:
 
-    the whole sequence    rank 0: a a b b c c | rank 1: a a b b c c    (t = 2, pieces a, b and c)
+    the full sequence    rank 0: a a b b c c | rank 1: a a b b c c    (t = 2, pieces a, b and c)
 
 If GPUs can access each other's memory, torch does the same without NCCL, with each rank's slice as
 a piece ("symmetric").
@@ -212,7 +212,8 @@ class ColumnProduct(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x,), product = ctx.saved_tensors, ctx.product
+        (x,) = ctx.saved_tensors
+        product = ctx.product
         wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
         with torch.autocast(grad.device.type, enabled=False):
             # The gather overlaps with the first matrix product, the reduction with the second.
@@ -253,7 +254,8 @@ class RowProduct(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x,), product = ctx.saved_tensors, ctx.product
+        (x,) = ctx.saved_tensors
+        product = ctx.product
         wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
         with torch.autocast(grad.device.type, enabled=False):
             in_pieces = wants_x and product.pieces != 1

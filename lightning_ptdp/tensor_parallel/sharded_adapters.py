@@ -34,7 +34,7 @@ from lightning_ptdp.tensor_parallel.randomness import PlacedDropout
 
 
 @dataclass(frozen=True, kw_only=True)
-class WholeMatrix(Kind):
+class ReplicatedMatrix(Kind):
     """A matrix of an adapter that every rank holds whole.
 
     Attributes:
@@ -80,9 +80,9 @@ def adapter_kinds(name: str, module: nn.Module, kind: Kind) -> Iterator[tuple[st
     ``kind`` is the kind of the module that the layer wraps.
     """
     parts = {
-        Column: (WholeMatrix(before=True), kind),
-        Row: (kind, WholeMatrix(before=False)),
-        Vocabulary: (WholeMatrix(before=False), kind),
+        Column: (ReplicatedMatrix(before=True), kind),
+        Row: (kind, ReplicatedMatrix(before=False)),
+        Vocabulary: (ReplicatedMatrix(before=False), kind),
     }.get(type(kind))
     is_product = is_linear(module.get_submodule(replaced_by(module) or ""))
     for adapter in adapters_of(module) or () if parts is not None and is_product else ():

@@ -13,7 +13,7 @@ from lightning_ptdp.shims.transformers import is_gradient_request
 from lightning_ptdp.tensor_parallel.kinds import Kind, ModulePlace
 from lightning_ptdp.tensor_parallel.named_modules import matches
 from lightning_ptdp.tensor_parallel.parallel_plan import ParallelPlan
-from lightning_ptdp.tensor_parallel.region import split_sequence_in_blocks
+from lightning_ptdp.tensor_parallel.region import join_around, split_sequence_in_blocks
 from lightning_ptdp.world.mesh import Group
 
 Shared = dict[int, nn.Parameter]
@@ -60,8 +60,8 @@ def split_sequence(model: nn.Module, plan: ParallelPlan, *, group: Group) -> Non
     The sharded modules do their own splitting; these hooks cover the other modules.
     """
     for name, module in model.named_modules():
-        for kind in {kind for pattern, kind in plan.kinds.items() if matches(name, pattern)}:
-            kind.complete(module, group=group)
+        if any(kind.keeps_sequence and matches(name, key) for key, kind in plan.kinds.items()):
+            join_around(module, group=group)
     if plan.sequence == "blocks":
         blocks = list(model.get_submodule(plan.split_blocks).children())
         # A block on another pipeline stage has no children, and nothing is split there.

@@ -92,6 +92,12 @@ def nearest_divisors(number: int, wanted: int) -> list[int]:
     return sorted(sorted(divisors(number), key=lambda k: (abs(k - wanted), k))[:3])
 
 
+def nearest_multiples(number: int, unit: int) -> str:
+    """Return the multiples of ``unit`` around ``number``, for an error message: "8 or 12"."""
+    below = number // unit * unit
+    return f"{below} or {below + unit}" if below else str(unit)
+
+
 # ---- Placement of the pipeline stages --------------------------------------------------------------
 
 

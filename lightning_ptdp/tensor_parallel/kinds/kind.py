@@ -199,9 +199,6 @@ class Kind:
             module.get_submodule(parent).register_parameter(key, parameter)
         return module
 
-    def complete(self, module: nn.Module, *, group: Group) -> None:
-        """Install the hooks of sequence parallelism, once all modules have been sharded."""
-
     # ---- description -----------------------------------------------------------------------------
 
     def describe(self, key: str, shape: Sequence[int], *, outputs_last: bool) -> tuple[str, str]:

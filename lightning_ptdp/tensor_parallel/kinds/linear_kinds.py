@@ -126,21 +126,14 @@ class Column(Kind):
         )
 
     def describe(self, key: str, shape: Sequence[int], *, outputs_last: bool) -> tuple[str, str]:
-        fused = (
-            f", {len(self.parts)} parts, each separately"
-            if self.parts is not None and len(self.parts) > 1
-            else ""
-        )
-        whole_heads = (
-            f", whole heads ({', '.join(map(str, self.heads))})"
-            if isinstance(self.heads, tuple)
-            else ""
-        )
-        copied = ", at least one" if self.copy_heads else ""
-        dim = len(shape) - 1 if outputs_last else 0
-        return shape_text(
-            shape, dim
-        ), f"column: split by output features{fused}{whole_heads}{copied}"
+        description = "column: split by output features"
+        if self.parts is not None and len(self.parts) > 1:
+            description += f", {len(self.parts)} parts, each separately"
+        if isinstance(self.heads, tuple):
+            description += f", whole heads ({', '.join(map(str, self.heads))})"
+        if self.copy_heads:
+            description += ", at least one"
+        return shape_text(shape, len(shape) - 1 if outputs_last else 0), description
 
     def _part_sizes(self, out_features: int) -> tuple[int, ...]:
         return self.parts if self.parts is not None else (out_features,)
@@ -179,9 +172,8 @@ class Row(Kind):
 
     def describe(self, key: str, shape: Sequence[int], *, outputs_last: bool) -> tuple[str, str]:
         if key != "weight":
-            return shape_text(
-                shape
-            ), "row: whole, added once; gradient partial under sequence parallelism"
+            description = "row: whole, added once; gradient partial under sequence parallelism"
+            return shape_text(shape), description
         return shape_text(shape, 0 if outputs_last else 1), "row: split by input features"
 
 

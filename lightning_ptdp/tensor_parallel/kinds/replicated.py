@@ -10,8 +10,7 @@ from torch import nn
 from lightning_ptdp.base.option_types import Size, check_types
 from lightning_ptdp.parameters.placement import Placement
 from lightning_ptdp.tensor_parallel.kinds.kind import Kind, ModulePlace, check_divides
-from lightning_ptdp.tensor_parallel.region import enter_region, join_around
-from lightning_ptdp.world.mesh import Group
+from lightning_ptdp.tensor_parallel.region import enter_region
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,9 +69,6 @@ class Whole(Kind):
 
     def placements(self, module: nn.Module, place: ModulePlace) -> dict[str, Placement]:
         return {}
-
-    def complete(self, module: nn.Module, *, group: Group) -> None:
-        join_around(module, group=group)
 
 
 @dataclass(frozen=True, kw_only=True)
