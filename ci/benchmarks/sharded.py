@@ -21,7 +21,7 @@ from lightning.pytorch import Callback, Trainer
 from turns import ENOUGH, Same, TrainerLoop, alternate, on_ranks
 
 from lightning_ptdp import PTDPStrategy
-from lightning_ptdp.schedule.lowering import num_gathers
+from lightning_ptdp.schedule import ActionKind
 
 PIPELINE: dict[str, Any] = {
     "pipeline_parallel_size": 2,
@@ -84,7 +84,7 @@ def gathers(name: str) -> str:
     """Return how often a rank gathers its chunks in a step, if the schedule does."""
     config = PTDPStrategy(**PIPELINE, **LEVELS[name]).config
     program = config.build_schedule(PIPELINE["num_microbatches"]).programs[0]
-    count = num_gathers(program)
+    count = sum(action.kind is ActionKind.GATHER for action in program)
     return f" ({count} gathers)" if count else ""
 
 

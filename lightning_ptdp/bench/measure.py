@@ -37,7 +37,7 @@ from lightning_ptdp.planner import (
     step_time,
 )
 from lightning_ptdp.schedule import ideal_bubble
-from lightning_ptdp.schedule.spans import Timeline
+from lightning_ptdp.schedule.simulate import Timeline
 from lightning_ptdp.strategy.checks.model import whole_model
 from lightning_ptdp.strategy.planning import described_choice, described_job
 

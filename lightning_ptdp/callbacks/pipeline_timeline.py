@@ -11,8 +11,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_ptdp.base.option_types import Count, Size, check_arguments
 from lightning_ptdp.callbacks.artifacts import keep_files
 from lightning_ptdp.pipeline.action_recorder import ActionRecorder, ideal_timeline
-from lightning_ptdp.schedule.schedule_timeline import draw_timelines
-from lightning_ptdp.schedule.spans import Timeline, chrome_trace
+from lightning_ptdp.schedule.schedule_timeline import chrome_trace, draw_timelines
+from lightning_ptdp.schedule.simulate import Timeline
 
 
 class PipelineTimeline(Callback):

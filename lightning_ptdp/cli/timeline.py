@@ -14,9 +14,8 @@ from lightning_ptdp.base.output import columns
 from lightning_ptdp.cli.command_line import VerbOption, check_output, listed, verb_parser
 from lightning_ptdp.schedule.actions import Schedule
 from lightning_ptdp.schedule.generators import SCHEDULES, build_schedule
-from lightning_ptdp.schedule.schedule_timeline import draw_timelines
-from lightning_ptdp.schedule.simulate import Costs, simulate
-from lightning_ptdp.schedule.spans import Timeline, chrome_trace
+from lightning_ptdp.schedule.schedule_timeline import chrome_trace, draw_timelines
+from lightning_ptdp.schedule.simulate import Costs, Timeline, simulate
 
 _DESCRIPTION = """\
 Simulate pipeline schedules. Print step time, bubble and held activations, and draw them above each other.

@@ -28,8 +28,7 @@ import torch.distributed as dist
 
 from lightning_ptdp.pipeline.program_observers import StepObserver
 from lightning_ptdp.schedule.actions import COMPUTE, Action, ActionKind, Schedule
-from lightning_ptdp.schedule.simulate import Costs, simulate
-from lightning_ptdp.schedule.spans import Number, Span, Timeline
+from lightning_ptdp.schedule.simulate import Costs, Number, Span, Timeline, simulate
 from lightning_ptdp.world.mesh import Group
 
 _ROUND_TRIPS = 10

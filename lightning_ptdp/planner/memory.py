@@ -168,8 +168,8 @@ def _communicators(layout: ParallelLayout, pipeline_rank: int) -> float:
 def _held(choice: Choice, pipeline_rank: int) -> int:
     if choice.p == 1:
         return 1
-    cost = FAMILIES[choice.schedule].cost
-    return cost.held(choice.p, choice.v, choice.num_microbatches, pipeline_rank)
+    family = FAMILIES[choice.schedule]
+    return family.held(choice.p, choice.v, choice.num_microbatches, pipeline_rank)
 
 
 def _inputs(job: Job, choice: Choice, stages: tuple[int, ...]) -> float:

@@ -149,7 +149,7 @@ def pipelines(job: Job, space: Space, layout: ParallelLayout) -> Iterator[Choice
             m, rest = divmod(of_replica, b)
             if rest:
                 continue
-            if p > 1 and m < (least := FAMILIES[schedule].cost.least(p)):
+            if p > 1 and m < (least := FAMILIES[schedule].least(p)):
                 yield UnfitSize(
                     what=f"p{p} {schedule} m{m}",
                     reason=f"too few microbatches to be faster than 1F1B, which takes {least}",
@@ -256,9 +256,11 @@ def _schedules(job: Job, space: Space, p: int) -> Iterator[tuple[str, int]]:
         yield "1f1b", 1
         return
     for schedule in space.schedules:
-        chunks = {"two": (2,), "several": _chunks(job, space, p)}.get(
-            FAMILIES[schedule].chunks, (1,)
-        )
+        chunks: Sequence[int] = (1,)
+        if schedule_placement(schedule) == "v":
+            chunks = (2,)
+        elif FAMILIES[schedule].chunks == "several":
+            chunks = _chunks(job, space, p)
         for v in chunks:
             allowed = space.virtual_pipeline_sizes is None or v in space.virtual_pipeline_sizes
             if allowed and p * v <= job.shape.num_layers:

@@ -13,8 +13,7 @@ from lightning_ptdp.planner.parameters import job_stages, rank_stages
 from lightning_ptdp.planner.pass_time import NOTHING, PassTime
 from lightning_ptdp.planner.replica_cost import gradients_time, optimizer_time
 from lightning_ptdp.schedule.generators import FAMILIES, build_schedule
-from lightning_ptdp.schedule.simulate import Costs, simulate
-from lightning_ptdp.schedule.spans import Timeline
+from lightning_ptdp.schedule.simulate import Costs, Timeline, simulate
 from lightning_ptdp.world.layout import ParallelLayout
 
 
@@ -103,11 +102,11 @@ def step_time(job: Job, choice: Choice) -> StepTime:
     stages = _stages(job, choice)
     bubble = messages = 0.0
     if p > 1:
-        form = FAMILIES[choice.schedule].cost
+        family = FAMILIES[choice.schedule]
         mean = sum(stages, NOTHING)
-        bubble = form.bubble(p, choice.v, mean.forward / p, mean.backward / p, mean.weight / p)
+        bubble = family.bubble(p, choice.v, mean.forward / p, mean.backward / p, mean.weight / p)
         messages = (
-            form.waits(p, choice.v, m) * _message(job, choice) if _hides_messages(job) else 0.0
+            family.waits(p, choice.v, m) * _message(job, choice) if _hides_messages(job) else 0.0
         )
     slowest = _slowest(stages, choice.layout)
     length = m * (slowest.forward + slowest.backward) + bubble

@@ -34,8 +34,14 @@ from lightning_ptdp.schedule.generators import (
 )
 from lightning_ptdp.schedule.partition import check_num_layers, explicit_partition, partition_layers
 from lightning_ptdp.schedule.schedule_file import dump_schedule, load_schedule
-from lightning_ptdp.schedule.simulate import Costs, ideal_bubble, simulate
-from lightning_ptdp.schedule.spans import MemoryCurve, Span, Timeline
+from lightning_ptdp.schedule.simulate import (
+    Costs,
+    MemoryCurve,
+    Span,
+    Timeline,
+    ideal_bubble,
+    simulate,
+)
 from lightning_ptdp.schedule.verifier import verify_schedule
 
 __all__ = [

@@ -81,6 +81,12 @@ MESSAGES = {
         ActionKind.SEND_BACKWARD, ActionKind.RECEIVE_BACKWARD, -1, "backward"
     ),
 }
+"""The messages that the result of a computation needs."""
+
+TRANSFERS = {
+    kind: message for message in MESSAGES.values() for kind in (message.send, message.receive)
+}
+"""The message of each kind of send and receive."""
 
 _PRINTED = re.compile(r"([A-Z]+)(\d+)(?:\.(\d+))?")
 
@@ -175,16 +181,9 @@ class Schedule(Stages):
 
     def channel(self, action: Action) -> Channel:
         """Return the channel that a send or receive action uses."""
-        message = next(
-            message
-            for message in MESSAGES.values()
-            if action.kind in (message.send, message.receive)
-        )
-        stage = action.stage
-        step = message.step
-        source, target = (
-            (stage, stage + step) if action.kind is message.send else (stage - step, stage)
-        )
+        message = TRANSFERS[action.kind]
+        source = action.stage if action.kind is message.send else action.stage - message.step
+        target = source + message.step
         return Channel(self.rank_of(source), self.rank_of(target), message.direction)
 
     def text(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import accumulate, pairwise
 from operator import itemgetter
 
@@ -228,11 +228,6 @@ def with_gathers(schedule: Schedule, whole_chunks: int) -> Schedule:
 def without_gathers(schedule: Schedule) -> Schedule:
     """Return the schedule without its gathers."""
     return _filtered(schedule, lambda action: action.kind not in _GATHERS)
-
-
-def num_gathers(program: Iterable[Action]) -> int:
-    """Return how often a rank gathers a chunk in a step."""
-    return sum(action.kind is ActionKind.GATHER for action in program)
 
 
 def check_gathers(schedule: Schedule) -> None:

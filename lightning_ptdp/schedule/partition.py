@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from fractions import Fraction
 from itertools import accumulate, pairwise
@@ -208,15 +209,12 @@ def _smallest_limit(sums: Sequence[int], num_stages: int) -> int:
 
     def possible(limit: int) -> bool:
         start = 0
-        for stage in range(num_stages):
-            if sums[start + 1] - sums[start] > limit:
+        for remaining in reversed(range(num_stages)):
+            stop = bisect_right(sums, sums[start] + limit) - 1
+            if stop == start:
                 return False
             # Leave one layer for each following stage.
-            stop = start + 1
-            furthest = num_layers - (num_stages - stage - 1)
-            while stop < furthest and sums[stop + 1] - sums[start] <= limit:
-                stop += 1
-            start = stop
+            start = min(stop, num_layers - remaining)
         return start == num_layers
 
     low = 0

@@ -7,7 +7,9 @@ and in the proof (verifier.py), because large schedules have millions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from lightning_ptdp.schedule.actions import (
     COMPUTE,
@@ -105,6 +107,35 @@ class UnitTimes(Numbers):
         return latest
 
 
+class WaitingRanks:
+    """Ranks that run in turns, each as far as it can.
+
+    Attributes:
+        waiting: For each awaited event, the rank that waits for it.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: dict[Any, int] = {}
+        self._ready: list[int] = []
+
+    def run(self, ranks: Sequence[Iterator[Any]]) -> None:
+        """Run iterators that yield the event that they wait for, until none can continue.
+
+        The order in which they advance does not matter.
+        """
+        self._ready += range(len(ranks))
+        while self._ready:
+            rank = self._ready.pop()
+            event = next(ranks[rank], None)
+            if event is not None:
+                self.waiting[event] = rank
+
+    def notify(self, event: Any) -> None:
+        """Resume the rank that waits for ``event``, if there is one."""
+        if event in self.waiting:
+            self._ready.append(self.waiting.pop(event))
+
+
 def run_compute_order(order: Schedule) -> tuple[UnitTimes, tuple[list[int], ...]]:
     """Run the computations of all ranks.
 
@@ -120,83 +151,54 @@ def run_compute_order(order: Schedule) -> tuple[UnitTimes, tuple[list[int], ...]
             the reason names the place.
     """
     times = UnitTimes(order.num_stages, order.num_microbatches)
-    programs, existing = _numbered(order, times)
+    programs = _numbered(order, times)
     ends: tuple[list[int], ...] = tuple([] for _ in programs)
-    waiting: dict[int, int] = {}
-    ready = list(range(len(programs)))
-    while ready:
-        rank = ready.pop()
-        missing = _advance(programs[rank], ends[rank], times, waiting, ready)
-        if missing is None:
-            continue
-        if order.rank_of(times.action(missing).stage) == rank:
-            position = len(ends[rank])
-            raise schedule_error(
-                order,
-                {rank: position},
-                f"{order.programs[rank][position]} needs {times.action(missing)} before it",
-            )
-        waiting[missing] = rank
-    if waiting:
-        raise _deadlock(
-            order,
-            {rank: len(ends[rank]) for rank in sorted(waiting.values())},
-            times,
-            waiting,
-            existing,
-        )
+    ranks = WaitingRanks()
+    ranks.run([_advance(*rank, times, ranks) for rank in zip(programs, ends, strict=True)])
+    if ranks.waiting:
+        awaited = {rank: times.action(number) for number, rank in ranks.waiting.items()}
+        raise _deadlock(order, {rank: len(ends[rank]) for rank in sorted(awaited)}, awaited)
     return times, ends
 
 
 def _advance(
-    program: list[int],
-    rank_ends: list[int],
-    times: UnitTimes,
-    waiting: dict[int, int],
-    ready: list[int],
-) -> int | None:
-    """Run all computations that a rank can run now, and wake the ranks that wait for them.
-
-    Returns:
-        The missing requirement of the next computation, or None at the end.
-    """
+    program: list[int], rank_ends: list[int], times: UnitTimes, ranks: WaitingRanks
+) -> Iterator[int]:
+    """Run the computations of a rank; yield each missing requirement."""
     ends = times.ends
     needs = times.needs
     m = times.num_microbatches
-    now = rank_ends[-1] if rank_ends else 0
-    for position in range(len(rank_ends), len(program)):
-        number = program[position]
+    waiting = ranks.waiting
+    now = 0
+    for number in program:
         for distance in needs[number // m]:
-            end = ends[number + distance]
-            if not end:
-                return number + distance
-            now = max(now, end)
+            if not ends[number + distance]:
+                yield number + distance
+            now = max(now, ends[number + distance])
         now += 1
         ends[number] = now
         rank_ends.append(now)
-        if number in waiting:
-            ready.append(waiting.pop(number))
-    return None
+        if number in waiting:  # saves a call for each action
+            ranks.notify(number)
 
 
-def _deadlock(
-    order: Schedule,
-    stuck: dict[int, int],
-    times: UnitTimes,
-    waiting: dict[int, int],
-    existing: bytearray,
-) -> ScheduleError:
-    awaited = {rank: number for number, rank in waiting.items()}
-    description = ", ".join(
-        f"rank {rank} at {order.programs[rank][position]} waits for {times.action(awaited[rank])}"
-        + ("" if existing[awaited[rank]] else ", which is missing")
-        for rank, position in stuck.items()
-    )
-    return schedule_error(order, stuck, f"the order of computation deadlocks: {description}")
+def _deadlock(order: Schedule, stuck: dict[int, int], awaited: dict[int, Action]) -> ScheduleError:
+    """Return the error of ranks that wait at the positions ``stuck`` for actions."""
+    descriptions = []
+    for rank, position in stuck.items():
+        action = order.programs[rank][position]
+        owner = order.rank_of(awaited[rank].stage)
+        if owner == rank:
+            reason = f"{action} needs {awaited[rank]} before it"
+            return schedule_error(order, {rank: position}, reason)
+        missing = "" if awaited[rank] in order.programs[owner] else ", which is missing"
+        descriptions.append(f"rank {rank} at {action} waits for {awaited[rank]}{missing}")
+    reason = f"the order of computation deadlocks: {', '.join(descriptions)}"
+    return schedule_error(order, stuck, reason)
 
 
-def _numbered(order: Schedule, times: UnitTimes) -> tuple[list[list[int]], bytearray]:
-    """Return the numbers of all computations by rank, and a table of the existing numbers.
+def _numbered(order: Schedule, times: UnitTimes) -> list[list[int]]:
+    """Return the numbers of all computations by rank.
 
     Every action must be a computation that exists, on its rank, once.
     """
@@ -220,11 +222,12 @@ def _numbered(order: Schedule, times: UnitTimes) -> tuple[list[list[int]], bytea
             block = blocks.get((action.kind, action.stage))
             microbatch = action.microbatch
             if block is None or microbatch is None or microbatch not in microbatches:
-                reason = (
-                    f"{action} is not a computation. Communication and reductions are added by "
-                    "lowering"
-                )
-                reason = why_illegal(order, action, rank) if action.kind in COMPUTE else reason
+                reason = why_illegal(order, action, rank)
+                if action.kind not in COMPUTE:
+                    reason = (
+                        f"{action} is not a computation. Communication and reductions are added "
+                        "by lowering"
+                    )
                 raise schedule_error(order, {rank: len(numbers)}, reason)
             number = block + microbatch
             if existing[number]:
@@ -232,4 +235,71 @@ def _numbered(order: Schedule, times: UnitTimes) -> tuple[list[list[int]], bytea
             existing[number] = 1
             numbers.append(number)
         programs.append(numbers)
-    return programs, existing
+    return programs
+
+
+# ---- Weight gradients in the idle units of a run --------------------------------------------------
+
+
+Orders = tuple[tuple[Action, ...], ...]
+"""Compute actions of each rank, in order."""
+
+
+def weights_in_gaps(
+    orders: Orders, *, num_stages: int, num_microbatches: int, limit: int
+) -> Orders:
+    """Insert weight gradients into orders wherever a rank would otherwise be idle.
+
+    Forwards and backwards keep their order. Every action takes one unit of time. A rank runs the
+    weight gradient that has waited longest if it has no other action to run, or if its next action
+    is a forward and it holds ``limit`` activations.
+
+    Args:
+        orders: Orders without weight actions. They must run to their end if no rank ever holds more
+            than ``limit`` activations.
+        num_stages: p * v.
+        num_microbatches: m.
+        limit: Activations (one microbatch through one stage each) that a rank may hold, counted
+            until the weight gradient.
+    """
+    times = UnitTimes(num_stages, num_microbatches)
+    ranks = [_Rank(deque(order), limit) for order in orders]
+    now = 0
+    while any(rank.todo or rank.deferred for rank in ranks):
+        moved = [rank.step(times, now) for rank in ranks]
+        assert any(moved), f"orders do not fit a limit of {limit} activations"
+        now += 1
+    return tuple(tuple(rank.done) for rank in ranks)
+
+
+class _Rank:
+    """One rank of ``weights_in_gaps``."""
+
+    def __init__(self, todo: deque[Action], limit: int) -> None:
+        self.todo = todo
+        self._room = limit
+        self.deferred: deque[Action] = deque()
+        self.done: list[Action] = []
+
+    def step(self, times: UnitTimes, now: int) -> bool:
+        """Run one action from ``now`` to ``now + 1``; return False if none can run."""
+        ready = times.ready(self.todo[0]) if self.todo else None
+        if (
+            ready is not None
+            and ready <= now
+            and (self._room or self.todo[0].kind is not ActionKind.FORWARD)
+        ):
+            action = self.todo.popleft()
+        elif self.deferred:
+            action = self.deferred.popleft()
+        else:
+            return False
+        if action.kind is ActionKind.FORWARD:
+            self._room -= 1
+        elif action.kind is ActionKind.BACKWARD:
+            self.deferred.append(Action(ActionKind.WEIGHT, action.stage, action.microbatch))
+        else:
+            self._room += 1
+        times.record(action, now + 1)
+        self.done.append(action)
+        return True

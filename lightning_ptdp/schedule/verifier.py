@@ -7,13 +7,14 @@ actions.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from lightning_ptdp.schedule.actions import (
     COMPUTE,
     MESSAGES,
+    TRANSFERS,
     Action,
     ActionKind,
     Channel,
@@ -24,7 +25,7 @@ from lightning_ptdp.schedule.actions import (
     why_illegal,
 )
 from lightning_ptdp.schedule.lowering import check_gathers, without_gathers
-from lightning_ptdp.schedule.unit_run import Numbers
+from lightning_ptdp.schedule.unit_run import Numbers, WaitingRanks
 
 _F = ActionKind.FORWARD
 _R = ActionKind.REDUCE
@@ -287,7 +288,7 @@ def _check_channels(schedule: Schedule, proof: _Proof) -> None:
         if mismatch is None:
             continue
         matching, second = map(proof.of.action, mismatch)
-        message = next(message for message in MESSAGES.values() if message.receive is second.kind)
+        message = TRANSFERS[second.kind]
         first = Action(message.send, matching.stage - message.step, matching.microbatch)
         source = schedule.programs[channel.source]
         destination = schedule.programs[channel.destination]
@@ -300,34 +301,24 @@ def _check_channels(schedule: Schedule, proof: _Proof) -> None:
 
 
 def _check_free_of_deadlock(schedule: Schedule, proof: _Proof) -> None:
-    """Run all ranks to check that they do not deadlock.
-
-    The order in which they advance does not matter, because no action disables another.
-    """
+    """Run all ranks to check that they do not deadlock."""
     done = bytearray(len(proof.happened))
     done[_ALWAYS] = 1
-    reached = [0] * len(proof.numbers)
-    waiting: dict[int, int] = {}
-    ready = list(range(len(proof.numbers)))
-    while ready:
-        rank = ready.pop()
-        program = proof.numbers[rank]
-        needs = proof.needs[rank]
-        position = reached[rank]
-        while position < len(program):
-            if not done[needs[position]]:
-                waiting[needs[position]] = rank
-                break
-            number = program[position]
+    ranks = WaitingRanks()
+
+    def run(numbers: list[int], needs: list[int]) -> Iterator[int]:
+        waiting = ranks.waiting
+        for number, need in zip(numbers, needs, strict=True):
+            if not done[need]:
+                yield need
             done[number] = 1
-            if number in waiting:
-                ready.append(waiting.pop(number))
-            position += 1
-        reached[rank] = position
+            if number in waiting:  # saves a call for each action
+                ranks.notify(number)
+
+    ranks.run([run(*rank) for rank in zip(proof.numbers, proof.needs, strict=True)])
     stuck = {
-        rank: position
-        for rank, position in enumerate(reached)
-        if position < len(proof.numbers[rank])
+        rank: sum(done[number] for number in proof.numbers[rank])
+        for rank in sorted(ranks.waiting.values())
     }
     if stuck:
         description = ", ".join(

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from lightning_ptdp.schedule import Schedule, Timeline
-from lightning_ptdp.schedule.schedule_timeline import draw_timelines
-from lightning_ptdp.schedule.spans import chrome_trace
+from lightning_ptdp.schedule.schedule_timeline import chrome_trace, draw_timelines
 from tests.schedule.builders import simulated
 
 pytestmark = pytest.mark.pure

@@ -11,7 +11,7 @@ from lightning_ptdp.schedule import (
     simulate,
 )
 from lightning_ptdp.schedule.generators.compute_orders import dualpipe_v, one_f_one_b, zb_h1, zb_v
-from lightning_ptdp.schedule.generators.orders import weights_in_gaps
+from lightning_ptdp.schedule.unit_run import weights_in_gaps
 from tests.schedule.builders import UNIT, build, simulated
 
 pytestmark = pytest.mark.pure

@@ -1,15 +1,81 @@
-"""Compute orders of the package's schedules."""
+"""Compute orders of the package's schedules, and a small language for their phases."""
 
 from __future__ import annotations
 
-from lightning_ptdp.schedule.generators.orders import (
-    Orders,
-    groups,
-    in_groups,
-    in_turns,
-    weights_in_gaps,
-)
+from collections import deque
+from collections.abc import Sequence
+
+from lightning_ptdp.schedule.actions import Action, ActionKind
+from lightning_ptdp.schedule.unit_run import Orders, weights_in_gaps
 from lightning_ptdp.world.axes import StagePlacement, stages_of_rank
+
+
+def in_turns(
+    stages: Sequence[int], num_microbatches: int, *phases: tuple[str, int]
+) -> tuple[Action, ...]:
+    """Return the compute order of one rank from its phases.
+
+    The phase ``("F0 B1 W", 3)`` is three times the actions of its words. ``F0`` is the forward and
+    ``B1`` the backward of that chunk on its next microbatch. ``W`` is the weight gradient that has
+    waited longest. Actions of microbatches that do not exist are left out, so that phases may be
+    written for more microbatches than there are. Without its last microbatches an order remains
+    possible.
+
+    Args:
+        stages: The rank's stages by chunk.
+        num_microbatches: m.
+        phases: Words and their number of repetitions.
+    """
+    order: list[Action] = []
+    next_microbatch = {(kind, chunk): 0 for kind in "FB" for chunk in range(len(stages))}
+    deferred: deque[tuple[int, int]] = deque()
+    for words, times in phases:
+        for word in words.split() * times:
+            if word == "W":
+                stage, microbatch = deferred.popleft()
+            else:
+                chunk = int(word[1:])
+                stage = stages[chunk]
+                microbatch = next_microbatch[word[0], chunk]
+                next_microbatch[word[0], chunk] += 1
+            if word[0] == "B":
+                deferred.append((stage, microbatch))
+            if microbatch < num_microbatches:
+                order.append(Action(ActionKind(word[0]), stage, microbatch))
+    return tuple(order)
+
+
+def groups(p: int, m: int, size: int | None = None) -> list[int]:
+    """Return the sizes of groups of at most ``size`` microbatches (default p), largest first.
+
+    A group never has fewer than p microbatches if there are as many.
+    """
+    count = min(-(-m // (size or p)), max(m // p, 1))
+    base, remainder = divmod(m, count)
+    return [base + (index < remainder) for index in range(count)]
+
+
+def in_groups(
+    stages: Sequence[int], m: int, sizes: Sequence[int], *, warmup: int, forwards_only: bool = False
+) -> tuple[Action, ...]:
+    """Return the compute order of one rank for groups of microbatches.
+
+    Each group visits all chunks before the next group. The order has ``warmup`` forwards, then one
+    forward and one backward in turn until all forwards are used, then the remaining backwards.
+    """
+    chunks = range(len(stages))
+    forwards = [f"F{chunk}" for size in sizes for chunk in chunks for _ in range(size)]
+    backwards = (
+        []
+        if forwards_only
+        else [f"B{chunk}" for size in sizes for chunk in reversed(chunks) for _ in range(size)]
+    )
+    steady = [word for pair in zip(forwards[warmup:], backwards, strict=False) for word in pair]
+    words = (*forwards[:warmup], *steady, *backwards[len(steady) // 2 :])
+    return in_turns(stages, m, (" ".join(words), 1))
+
+
+# ---- Schedules in which forwards and backwards alternate -------------------------------------------
 
 
 def one_f_one_b(p: int, v: int, m: int) -> Orders:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import itertools
 from collections.abc import Iterator
 from typing import TypeGuard
 
@@ -83,14 +84,10 @@ def build_schedule(
         num_microbatches=m if training else None,
         group_size=group_size,
     )
+    if name == "auto":
+        name = _found(name, v).name
     with _without_collections():
-        if not training:
-            return _forward_only(p, v, m, schedule_placement(name), whole_chunks)
-        spec = _found(name, v)
-        if _is_file(name):
-            return _loaded(name, whole_chunks)
-        assert isinstance(spec, CustomSchedule)
-        return _build(spec, p, v, m, group_size, whole_chunks)
+        return _build(name, p, v, m, training, group_size, whole_chunks)
 
 
 def check_schedule(
@@ -200,96 +197,97 @@ def _check_group_size(name: str | CustomSchedule, group_size: int, p: int) -> No
 
 def _check_chunks(spec: CustomSchedule, v: int) -> None:
     name = spec.name
-    if not isinstance(spec, ScheduleFamily):
-        if spec.placement == "v" and v != 2:
-            raise ValueError(
-                f"schedule {name!r} places two stages per rank in a V, but "
-                f"virtual_pipeline_size={v}. Use virtual_pipeline_size=2"
-            )
+    if spec.placement == "v" and v != 2:
+        problem = "places two stages per rank in a V"
+        remedy = "virtual_pipeline_size=2"
+        if isinstance(spec, ScheduleFamily):
+            remedy += f", or schedule={spec.otherwise if v == 1 else INTERLEAVED!r}"
+    elif not isinstance(spec, ScheduleFamily):
         return
-    alternative = f"schedule={spec.otherwise!r}"
-    if spec.chunks == "one" and v > 1:
-        auto = (
-            " (or 'auto')" if name == "1f1b" else " with virtual_pipeline_size=2" if v != 2 else ""
-        )
-        raise ValueError(
-            f"schedule={name!r} has one stage per rank, but virtual_pipeline_size={v}. Use "
-            f"{alternative}{auto}, or virtual_pipeline_size=1"
-        )
-    if spec.chunks == "several" and v == 1:
-        raise ValueError(
-            f"schedule={name!r} needs two or more stages per rank, but virtual_pipeline_size=1. "
-            f"Use virtual_pipeline_size=2 or more, or {alternative} (or 'auto')"
-        )
-    if spec.chunks == "two" and v != 2:
-        alternative = alternative if v == 1 else f"schedule={INTERLEAVED!r}"
-        raise ValueError(
-            f"schedule={name!r} places two stages per rank in a V, but "
-            f"virtual_pipeline_size={v}. Use virtual_pipeline_size=2, or {alternative}"
-        )
+    elif spec.chunks == "one" and v > 1:
+        problem = "has one stage per rank"
+        remedy = f"schedule={spec.otherwise!r}"
+        if name == "1f1b":
+            remedy += " (or 'auto')"
+        elif v != 2:
+            remedy += " with virtual_pipeline_size=2"
+        remedy += ", or virtual_pipeline_size=1"
+    elif spec.chunks == "several" and v == 1:
+        problem = "needs two or more stages per rank"
+        remedy = f"virtual_pipeline_size=2 or more, or schedule={spec.otherwise!r} (or 'auto')"
+    else:
+        return
+    raise ValueError(f"schedule={name!r} {problem}, but virtual_pipeline_size={v}. Use {remedy}")
 
 
 def _check_file(path: str, schedule: Schedule, p: int, v: int, m: int | None) -> None:
-    for field, value in (
-        ("pipeline_parallel_size", p),
-        ("virtual_pipeline_size", v),
-        ("num_microbatches", m),
-    ):
+    sizes = {"pipeline_parallel_size": p, "virtual_pipeline_size": v, "num_microbatches": m}
+    for field, value in sizes.items():
         expected = getattr(schedule, field)
         if value is None or value == expected:
             continue
-        hint = (
-            ". A batch with fewer samples than microbatches does not fit, such as the last "
-            "one (drop_last=True leaves it out)"
-        )
+        hint = ""
+        if field == "num_microbatches" and value < expected:
+            hint = (
+                ". A batch with fewer samples than microbatches does not fit, such as the last "
+                "one (drop_last=True leaves it out)"
+            )
         raise ValueError(
             f"schedule={path!r} is written for {field}={expected}, not {value}. Use "
-            f"{field}={expected}, or a schedule for {value}"
-            + (hint if field == "num_microbatches" and value < expected else "")
+            f"{field}={expected}, or a schedule for {value}{hint}"
         )
 
 
 # A run uses few sizes (training, evaluation, a shorter last batch). A large schedule takes some 100
 # MB.
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=16)
 def _build(
-    spec: CustomSchedule,
+    name: str | CustomSchedule,
     p: int,
     v: int,
     m: int,
+    training: bool,
     group_size: int | None,
     whole_chunks: int | None,
 ) -> Schedule:
-    order = spec.order
-    if spec.name == INTERLEAVED and group_size is not None:
-        order = functools.partial(interleaved_one_f_one_b, group_size=group_size)
-    if p == 1 and isinstance(spec, ScheduleFamily):
-        order = one_f_one_b
-    orders = tuple(map(tuple, order(p, v, m)))
-    invalid = next(
-        (action for program in orders for action in program if not isinstance(action, Action)), None
-    )
-    if invalid is not None:
-        raise ValueError(
-            f"the order of schedule {spec.name!r} has {invalid!r}, which is not an Action. "
-            "Use Action.parse"
+    if training and _is_file(name):
+        schedule = _loaded(name)
+    else:
+        orders = (
+            _evaluation(name, p, v, m) if not training else _training(name, p, v, m, group_size)
         )
-    return _proven(Schedule(spec.name, p, v, m, orders, spec.placement), True, whole_chunks)
+        schedule = lower(orders)
+        verify_schedule(schedule, training=training)
+    return schedule if whole_chunks is None else with_gathers(schedule, whole_chunks)
 
 
-@functools.lru_cache(maxsize=8)
-def _forward_only(
-    p: int, v: int, m: int, placement: StagePlacement, whole_chunks: int | None
-) -> Schedule:
+def _evaluation(name: str | CustomSchedule, p: int, v: int, m: int) -> Schedule:
+    """Return the compute orders of forwards alone."""
+    placement = schedule_placement(name)
     # Without a pipeline there is one stage, and no V.
     orders = forward_only(p, v, m, placement if v > 1 else "loop")
-    return _proven(Schedule("forward_only", p, v, m, orders, placement), False, whole_chunks)
+    return Schedule("forward_only", p, v, m, orders, placement)
 
 
-def _proven(order: Schedule, training: bool, whole_chunks: int | None) -> Schedule:
-    schedule = lower(order)
-    verify_schedule(schedule, training=training)
-    return schedule if whole_chunks is None else with_gathers(schedule, whole_chunks)
+def _training(
+    name: str | CustomSchedule, p: int, v: int, m: int, group_size: int | None
+) -> Schedule:
+    """Return the compute orders of a schedule that is not read from a file."""
+    spec = _found(name, v)
+    assert isinstance(spec, CustomSchedule)
+    order = spec.order
+    if p == 1 and isinstance(spec, ScheduleFamily):
+        order = one_f_one_b
+    elif group_size is not None:
+        order = functools.partial(interleaved_one_f_one_b, group_size=group_size)
+    orders = tuple(map(tuple, order(p, v, m)))
+    for action in itertools.chain(*orders):
+        if not isinstance(action, Action):
+            raise ValueError(
+                f"the order of schedule {spec.name!r} has {action!r}, which is not an Action. "
+                "Use Action.parse"
+            )
+    return Schedule(spec.name, p, v, m, orders, spec.placement)
 
 
 @contextlib.contextmanager
@@ -309,6 +307,5 @@ def _without_collections() -> Iterator[None]:
 
 
 @functools.lru_cache(maxsize=8)
-def _loaded(path: str, whole_chunks: int | None = None) -> Schedule:
-    schedule = load_schedule(path)
-    return schedule if whole_chunks is None else with_gathers(schedule, whole_chunks)
+def _loaded(path: str) -> Schedule:
+    return load_schedule(path)

@@ -66,10 +66,13 @@ class CustomSchedule:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClosedForm:
-    """Costs of a schedule as formulas of p, v and m.
+class ScheduleFamily(CustomSchedule):
+    """A schedule of the package before its sizes are known, with its costs in closed form.
 
     Attributes:
+        chunks: Number of stages per rank that it can use; two if they are placed in a V.
+        otherwise: Schedule to use instead if the stages do not fit.
+        splits_backward: Whether weight gradients are actions of their own.
         least: p -> smallest number of microbatches for which the formulas hold; with fewer the
             schedule has no advantage over 1F1B.
         held: (p, v, m, rank) -> maximum number of activations (a microbatch in one stage) that the
@@ -80,27 +83,13 @@ class ClosedForm:
         waits: (p, v, m) -> number of messages that the step waits for.
     """
 
+    chunks: Literal["any", "one", "several"] = "any"
+    otherwise: str = ""
+    splits_backward: bool = False
     least: Callable[[int], int] = lambda p: 1
     held: Callable[[int, int, int, int], int]
     bubble: Callable[[int, int, float, float, float], float]
     waits: Callable[[int, int, int], float]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScheduleFamily(CustomSchedule):
-    """A schedule of the package, before its sizes are known.
-
-    Attributes:
-        chunks: Number of stages per rank that it can use.
-        otherwise: Schedule to use instead if the stages do not fit.
-        splits_backward: Whether weight gradients are actions of their own.
-        cost: Costs in closed form.
-    """
-
-    chunks: Literal["any", "one", "two", "several"] = "any"
-    otherwise: str = ""
-    splits_backward: bool = False
-    cost: ClosedForm
 
 
 def _waits_1f1b(p: int, v: int, m: int) -> float:
@@ -134,11 +123,9 @@ FAMILIES: Mapping[str, ScheduleFamily] = MappingProxyType(
                 name="gpipe",
                 order=gpipe,
                 # arXiv 2104.04473, section 2.2.1
-                cost=ClosedForm(
-                    held=lambda p, v, m, rank: v * m,
-                    bubble=_bubble_1f1b,
-                    waits=lambda p, v, m: 2 * (p * v - 1),
-                ),
+                held=lambda p, v, m, rank: v * m,
+                bubble=_bubble_1f1b,
+                waits=lambda p, v, m: 2 * (p * v - 1),
             ),
             ScheduleFamily(
                 name="1f1b",
@@ -146,11 +133,9 @@ FAMILIES: Mapping[str, ScheduleFamily] = MappingProxyType(
                 chunks="one",
                 otherwise=INTERLEAVED,
                 # arXiv 2104.04473, section 2.2.1
-                cost=ClosedForm(
-                    held=lambda p, v, m, rank: min(m, p - rank),
-                    bubble=_bubble_1f1b,
-                    waits=_waits_1f1b,
-                ),
+                held=lambda p, v, m, rank: min(m, p - rank),
+                bubble=_bubble_1f1b,
+                waits=_waits_1f1b,
             ),
             ScheduleFamily(
                 name=INTERLEAVED,
@@ -158,12 +143,10 @@ FAMILIES: Mapping[str, ScheduleFamily] = MappingProxyType(
                 chunks="several",
                 otherwise="1f1b",
                 # arXiv 2104.04473, section 2.2.2
-                cost=ClosedForm(
-                    least=lambda p: p,
-                    held=_held_interleaved,
-                    bubble=_bubble_1f1b,
-                    waits=lambda p, v, m: 2 * (p * v - 1),
-                ),
+                least=lambda p: p,
+                held=_held_interleaved,
+                bubble=_bubble_1f1b,
+                waits=lambda p, v, m: 2 * (p * v - 1),
             ),
             ScheduleFamily(
                 name="zb_h1",
@@ -172,46 +155,38 @@ FAMILIES: Mapping[str, ScheduleFamily] = MappingProxyType(
                 otherwise="zb_v",
                 splits_backward=True,
                 # arXiv 2401.10241, section 3
-                cost=ClosedForm(
-                    least=lambda p: p,
-                    held=lambda p, v, m, rank: min(m, p),
-                    bubble=lambda p, v, forward, backward, weight: (
-                        (p - 1) * max(0.0, forward + backward - 2 * weight)
-                    ),
-                    waits=lambda p, v, m: 4 * (p - 1),
+                least=lambda p: p,
+                held=lambda p, v, m, rank: min(m, p),
+                bubble=lambda p, v, forward, backward, weight: (
+                    (p - 1) * max(0.0, forward + backward - 2 * weight)
                 ),
+                waits=lambda p, v, m: 4 * (p - 1),
             ),
             ScheduleFamily(
                 name="zb_v",
                 order=zb_v,
                 placement="v",
-                chunks="two",
                 otherwise="zb_h1",
                 splits_backward=True,
                 # arXiv 2401.10241, section 6
-                cost=ClosedForm(
-                    least=lambda p: 2 * p,
-                    held=lambda p, v, m, rank: min(2 * m, 2 * p),
-                    bubble=lambda p, v, forward, backward, weight: (
-                        (p - 1) * max(forward, backward - weight) / 2
-                    ),
-                    waits=lambda p, v, m: 6 * (p - 1),
+                least=lambda p: 2 * p,
+                held=lambda p, v, m, rank: min(2 * m, 2 * p),
+                bubble=lambda p, v, forward, backward, weight: (
+                    (p - 1) * max(forward, backward - weight) / 2
                 ),
+                waits=lambda p, v, m: 6 * (p - 1),
             ),
             ScheduleFamily(
                 name="dualpipe_v",
                 order=dualpipe_v,
                 placement="v",
-                chunks="two",
                 otherwise="1f1b",
                 splits_backward=True,
                 # arXiv 2412.19437, section 3.2.1
-                cost=ClosedForm(
-                    least=lambda p: 2 * p,
-                    held=lambda p, v, m, rank: min(2 * m, 2 * p + 1),
-                    bubble=_bubble_dualpipe_v,
-                    waits=lambda p, v, m: 6 * (p - 1),
-                ),
+                least=lambda p: 2 * p,
+                held=lambda p, v, m, rank: min(2 * m, 2 * p + 1),
+                bubble=_bubble_dualpipe_v,
+                waits=lambda p, v, m: 6 * (p - 1),
             ),
         )
     }
