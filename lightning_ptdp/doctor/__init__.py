@@ -6,7 +6,7 @@ for people, ``as_json`` for programs. To add a check, write its function next to
 name it in ``inspection.py``.
 """
 
-from lightning_ptdp.doctor.check import Check, Status
 from lightning_ptdp.doctor.inspection import Inspection, Question, as_json, inspect_all, render
+from lightning_ptdp.doctor.machine_checks import Check, Status
 
 __all__ = ["Check", "Inspection", "Question", "Status", "as_json", "inspect_all", "render"]

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 
 from lightning_ptdp.base.forked_processes import Tell
 from lightning_ptdp.callbacks.step_metrics import device_name
-from lightning_ptdp.doctor.links import GroupMember, Links, measure_links, seconds_of
+from lightning_ptdp.doctor.links import GroupMember, Links, measure_links, usual_s
 from lightning_ptdp.models import GPT, GPTConfig
 from lightning_ptdp.models.memory_saving import RMSNorm, swiglu
 from lightning_ptdp.planner import (
@@ -47,8 +47,6 @@ _POSITIONS = {"cpu": (128, 256, 512, 2048), "cuda": (512, 2048, 8192)}
 _CHANNELS = (32, 64, 128)
 _ROUNDS = 3
 _BUDGET_S = 0.04
-_MOST = 20
-_LEAST = 3
 _TOKENS = 256
 _WIDTH = 512
 _WORDS = 8192
@@ -85,25 +83,30 @@ def measure_device(place: GroupMember, tell: Tell) -> Figures:
 
     Collective: all ranks call it at the same time.
     """
+    device = place.device
+    kind = device.type
     times: dict[_Key, list[float]] = defaultdict(list)
-
+    # A thread's clock does not count other programs.
+    clock = time.thread_time if kind == "cpu" else time.perf_counter
     # As in a training on a CPU.
-    with closing(Heap()) if place.device.type == "cpu" else nullcontext():
+    with closing(Heap()) if kind == "cpu" else nullcontext():
         for number in range(_ROUNDS):
             if place.size > 1:
                 dist.barrier()
-            for key, make in _runs(place.device):
+            for key, make in _runs(kind):
                 tell(f"{' '.join(map(str, key))}, round {number + 1} of {_ROUNDS}")
-                times[key].append(_usual_s(place.device, make()))
-    if place.device.type == "cuda":
-        cores = 0
-        memory_bytes = float(torch.cuda.get_device_properties(place.device).total_memory)
+                with device:
+                    run = make()
+                times[key].append(usual_s(device, run, budget_s=_BUDGET_S, clock=clock))
+    cores = 0
+    if kind == "cuda":
+        memory_bytes = float(torch.cuda.get_device_properties(device).total_memory)
     else:
         cores = len(os.sched_getaffinity(0))
         memory_bytes = psutil.virtual_memory().total / place.size
     return Figures(
-        name=device_name(place.device),
-        kind=place.device.type,
+        name=device_name(device),
+        kind=kind,
         memory_bytes=memory_bytes,
         cores=cores,
         seconds={key: median(rounds_s) for key, rounds_s in times.items()},
@@ -227,27 +230,29 @@ _GELU = _WIDTH * (2 * (3 + 7 + 3) + 4 * (2 + 3))
 _GATED = _WIDTH * (2 * (3 + 7 + 3) + 2 * (5 + 9))
 
 
-def _runs(device: torch.device) -> Iterator[tuple[_Key, Callable[[], _Run]]]:
-    dtype, other_dtype = (
-        (torch.float32, torch.bfloat16) if device.type == "cpu" else (torch.bfloat16, torch.float32)
-    )
-    sides = _SIDES[device.type]
+def _runs(kind: str) -> Iterator[tuple[_Key, Callable[[], _Run]]]:
+    """Yield the key of each measurement, and a function that makes its run on torch's device."""
+    dtype, other_dtype = torch.bfloat16, torch.float32
+    if kind == "cpu":
+        dtype, other_dtype = torch.float32, torch.bfloat16
+    sides = _SIDES[kind]
     for m, n, k in itertools.product(sides, repeat=3):
-        yield ("product", m, n, k), partial(_product, device, m, n, k, dtype)
-    yield ("other",), partial(_product, device, sides[1], sides[1], sides[1], other_dtype)
-    for shape in itertools.product(_POSITIONS[device.type], _CHANNELS):
-        yield ("attention", *shape), partial(_attention, device, *shape, dtype)
-        yield ("its backward", *shape), partial(_attention_backward, device, *shape, dtype)
-    yield ("gelu",), partial(_between_products, device, dtype, gated=False)
-    yield ("gated",), partial(_between_products, device, dtype, gated=True)
-    yield ("loss",), partial(_loss, device)
-    yield ("optimizer",), partial(_optimizer, device)
-    yield ("host",), partial(_small, device)
+        yield ("product", m, n, k), partial(_product, m, n, k, dtype)
+    yield ("other",), partial(_product, sides[1], sides[1], sides[1], other_dtype)
+    for shape in itertools.product(_POSITIONS[kind], _CHANNELS):
+        yield ("attention", *shape), partial(_attention, *shape, dtype)
+        yield ("its backward", *shape), partial(_attention_backward, *shape, dtype)
+    yield ("gelu",), partial(_between_products, dtype, gated=False)
+    yield ("gated",), partial(_between_products, dtype, gated=True)
+    yield ("loss",), _loss
+    yield ("optimizer",), _optimizer
+    yield ("host",), _small
 
 
-def _product(device: torch.device, m: int, n: int, k: int, dtype: torch.dtype) -> _Run:
-    a, b = (torch.randn(shape, device=device).to(dtype) for shape in ((m, k), (k, n)))
-    result = torch.empty(m, n, device=device, dtype=dtype)
+def _product(m: int, n: int, k: int, dtype: torch.dtype) -> _Run:
+    a = torch.randn(m, k).to(dtype)
+    b = torch.randn(k, n).to(dtype)
+    result = torch.empty(m, n, dtype=dtype)
     return lambda: torch.mm(a, b, out=result)
 
 
@@ -255,28 +260,25 @@ def _heads(positions: int) -> int:
     return max(2, 2048 // positions)
 
 
-def _attention(
-    device: torch.device, positions: int, channels: int, dtype: torch.dtype
-) -> Callable[[], torch.Tensor]:
+def _attention(positions: int, channels: int, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
     shape = (1, _heads(positions), positions, channels)
-    q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+    q, k, v = (torch.randn(shape, dtype=dtype, requires_grad=True) for _ in range(3))
     return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def _attention_backward(
-    device: torch.device, positions: int, channels: int, dtype: torch.dtype
-) -> _Run:
-    result = _attention(device, positions, channels, dtype)()
+def _attention_backward(positions: int, channels: int, dtype: torch.dtype) -> _Run:
+    result = _attention(positions, channels, dtype)()
     gradient = torch.randn_like(result)
     return lambda: result.backward(gradient, retain_graph=True)
 
 
-def _between_products(device: torch.device, dtype: torch.dtype, *, gated: bool) -> _Run:
+def _between_products(dtype: torch.dtype, *, gated: bool) -> _Run:
     """Return a run of a layer's two norms, two sums and activation, forward and backward."""
-    x = torch.randn(_TOKENS, _WIDTH, device=device, dtype=dtype, requires_grad=True)
-    inner = torch.randn(_TOKENS, 4 * _WIDTH, device=device, dtype=dtype, requires_grad=True)
-    norm = (RMSNorm(_WIDTH, eps=1e-5) if gated else torch.nn.LayerNorm(_WIDTH)).to(device, dtype)
-    stream, wide = torch.randn_like(x), torch.randn_like(inner[:, : (2 if gated else 4) * _WIDTH])
+    x = torch.randn(_TOKENS, _WIDTH, dtype=dtype, requires_grad=True)
+    inner = torch.randn(_TOKENS, 4 * _WIDTH, dtype=dtype, requires_grad=True)
+    norm = (RMSNorm(_WIDTH, eps=1e-5) if gated else torch.nn.LayerNorm(_WIDTH)).to(dtype)
+    stream = torch.randn_like(x)
+    wide = torch.randn_like(inner[:, : (2 if gated else 4) * _WIDTH])
 
     def run() -> None:
         y = norm(x) + x
@@ -287,19 +289,17 @@ def _between_products(device: torch.device, dtype: torch.dtype, *, gated: bool) 
     return run
 
 
-def _loss(device: torch.device) -> _Run:
-    logits = torch.randn(_TOKENS, _WORDS, device=device, requires_grad=True)
-    targets = torch.randint(_WORDS, (_TOKENS,), device=device)
+def _loss() -> _Run:
+    logits = torch.randn(_TOKENS, _WORDS, requires_grad=True)
+    targets = torch.randint(_WORDS, (_TOKENS,))
     words = VocabularyRange(size=_WORDS)
     return lambda: vocabulary_parallel_cross_entropy(
         logits, targets, vocabulary=words, group=Group()
     ).backward()
 
 
-def _optimizer(device: torch.device) -> _Run:
-    parameters = [
-        torch.randn(_PARAMETERS // 4, device=device, requires_grad=True) for _ in range(4)
-    ]
+def _optimizer() -> _Run:
+    parameters = [torch.randn(_PARAMETERS // 4, requires_grad=True) for _ in range(4)]
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
     optimizer = torch.optim.AdamW(parameters, fused=True)
@@ -311,28 +311,11 @@ def _optimizer(device: torch.device) -> _Run:
     return run
 
 
-def _small(device: torch.device) -> _Run:
+def _small() -> _Run:
     """Return a run of a block that is so small that only the launch of operations takes time."""
-    block = GPT(
-        GPTConfig.gpt2(
-            vocabulary_size=8, sequence_length=8, num_layers=1, hidden_size=16, num_heads=2
-        )
-    ).blocks[0]
-    block.to(device)
-    x = torch.randn(1, 4, 16, device=device, requires_grad=True)
+    config = GPTConfig.gpt2(
+        vocabulary_size=8, sequence_length=8, num_layers=1, hidden_size=16, num_heads=2
+    )
+    block = GPT(config).blocks[0]
+    x = torch.randn(1, 4, 16, requires_grad=True)
     return lambda: block(x).sum().backward()
-
-
-def _usual_s(device: torch.device, run: _Run) -> float:
-    """Return the median seconds of a run.
-
-    On a CPU, the time of this thread is measured, so that other programs do not affect it.
-    """
-    clock = time.thread_time if device.type == "cpu" else time.perf_counter
-
-    def seconds() -> float:
-        return max(seconds_of(device, run, clock=clock), 1e-9)
-
-    seconds()
-    repetitions = min(max(int(_BUDGET_S / seconds()), _LEAST), _MOST)
-    return median(seconds() for _ in range(repetitions))

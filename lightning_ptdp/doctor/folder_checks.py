@@ -14,7 +14,7 @@ import time
 from contextlib import closing
 from pathlib import Path
 
-from lightning_ptdp.doctor.check import Check, enough, failed, ok, warning
+from lightning_ptdp.doctor.machine_checks import Check, enough, failed, ok, warning
 
 _GIB = 2**30
 _DISK_BYTES = 5 * _GIB

@@ -16,9 +16,10 @@ import psutil
 from lightning_ptdp.base.forked_processes import Tell, run_ranks
 from lightning_ptdp.base.output import columns
 from lightning_ptdp.doctor import folder_checks
-from lightning_ptdp.doctor.check import Check, Status, failed
 from lightning_ptdp.doctor.links import Measurement
 from lightning_ptdp.doctor.machine_checks import (
+    Check,
+    Status,
     check_cores,
     check_devices,
     check_entry_points,
@@ -29,6 +30,7 @@ from lightning_ptdp.doctor.machine_checks import (
     check_recipes,
     check_shared_memory,
     count_gpus,
+    failed,
 )
 from lightning_ptdp.doctor.ranks import check_ranks
 
@@ -59,7 +61,7 @@ class Question:
     timeout_s: float = 60.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Section:
     """The checks of one subject."""
 
@@ -97,25 +99,19 @@ def inspect_all(question: Question, *, recipes: Callable[[], list[str]]) -> Insp
     backend = question.backend or ("nccl" if gpus >= question.processes else "gloo")
     ranks = check_ranks(count=question.processes, backend=backend, timeout_s=limit)
     device = "GPUs" if backend == "nccl" else "CPU"
+    installation = (
+        check_python(),
+        *check_packages(),
+        check_entry_points(os.environ),
+        check_recipes(recipes),
+    )
+    machine = tuple(_machine(question.processes, accelerated=backend == "nccl"))
     sections = (
-        Section(
-            title="installation",
-            checks=(
-                check_python(),
-                *check_packages(),
-                check_entry_points(os.environ),
-                check_recipes(recipes),
-            ),
-        ),
-        Section(
-            title="machine",
-            checks=tuple(_machine(question.processes, accelerated=backend == "nccl")),
-        ),
-        Section(title="devices", checks=devices),
-        Section(title="folders", checks=writable),
-        Section(
-            title=f"ranks ({question.processes} on the {device}, {backend})", checks=ranks.checks
-        ),
+        Section("installation", installation),
+        Section("machine", machine),
+        Section("devices", devices),
+        Section("folders", writable),
+        Section(f"ranks ({question.processes} on the {device}, {backend})", ranks.checks),
     )
     return Inspection(sections=sections, measurements=ranks.measurements)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ptdp.base.forked_processes import Tell
-from lightning_ptdp.doctor.check import Check, ok, warning
+from lightning_ptdp.doctor.machine_checks import Check, ok, warning
 from lightning_ptdp.shims.torch_distributed import all_gather_single, reduce_scatter_single
 from lightning_ptdp.world.axes import divisors
 
@@ -81,24 +82,20 @@ def measure(place: GroupMember, tell: Tell, sizes: Sequence[int] = SIZES) -> lis
 def check_links(measurements: Sequence[Measurement]) -> Check:
     """Check that the links between all neighbours are about equally fast for large messages."""
     largest = max(measurement.size for measurement in measurements)
-    links = [
-        measurement
+    rates = {
+        measurement.operation: measurement.bytes_per_s
         for measurement in measurements
         if measurement.size == largest and measurement.operation.startswith("send")
-    ]
-    links.sort(key=lambda measurement: measurement.bytes_per_s)
-    slowest = links[0]
-    quickest = links[-1]
-    rates = dict.fromkeys(
-        f"{measurement.bytes_per_s / 1e9:.2f}" for measurement in (slowest, quickest)
-    )
-    finding = f"{' to '.join(rates)} GB/s between neighbours"
-    if slowest.bytes_per_s < _SLOW * quickest.bytes_per_s:
+    }
+    slowest = min(rates, key=lambda operation: rates[operation])
+    ends = dict.fromkeys(f"{rate / 1e9:.2f}" for rate in (rates[slowest], max(rates.values())))
+    finding = f"{' to '.join(ends)} GB/s between neighbours"
+    if rates[slowest] < _SLOW * max(rates.values()):
         remedy = (
             "do not use this link for tensor-parallel ranks, or check its cable, its PCIe "
             "slot and nvidia-smi topo -m"
         )
-        return warning("links", f"{finding}; the slowest is {slowest.operation}", remedy)
+        return warning("links", f"{finding}; the slowest is {slowest}", remedy)
     return ok("links", finding)
 
 
@@ -145,15 +142,35 @@ def _timed(
     place: GroupMember, tell: Tell, name: str, size: int, operation: _Operation, share: float
 ) -> Measurement:
     tell(f"{name} of {size} bytes")
-    operation()  # creates the connections
-    single = _agreed(place, seconds_of(place.device, operation))
-    repetitions = min(max(int(_BUDGET_S / single), _LEAST), _MOST)
-    usual = median(seconds_of(place.device, operation) for _ in range(repetitions))
+    usual = usual_s(place.device, operation, budget_s=_BUDGET_S, agree=partial(_agreed, place))
     seconds = _agreed(place, usual)
     trips = 2 if name.startswith("send") else 1
     return Measurement(
         operation=name, size=size, seconds=seconds / trips, bytes_per_s=share * size / seconds
     )
+
+
+def usual_s(
+    device: torch.device,
+    run: _Operation,
+    *,
+    budget_s: float,
+    clock: Callable[[], float] = time.perf_counter,
+    agree: Callable[[float], float] = float,
+) -> float:
+    """Return the median seconds of a run, after a first run that may create connections.
+
+    Args:
+        device: Device that runs it.
+        run: The run.
+        budget_s: Seconds of all repetitions together.
+        clock: The clock.
+        agree: Maps the seconds of a run to those on which the ranks agree.
+    """
+    run()
+    single = max(agree(seconds_of(device, run, clock=clock)), 1e-9)
+    repetitions = min(max(int(budget_s / single), _LEAST), _MOST)
+    return max(median(seconds_of(device, run, clock=clock) for _ in range(repetitions)), 1e-9)
 
 
 def seconds_of(
@@ -177,7 +194,7 @@ def _agreed(place: GroupMember, seconds: float) -> float:
     """Return the longest time of all ranks."""
     longest = place.full(1, seconds)
     dist.all_reduce(longest, dist.ReduceOp.MAX)
-    return max(longest.item(), 1e-9)
+    return longest.item()
 
 
 # ---- Links as training uses them, for the planner ------------------------------------------------

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from lightning_ptdp.base.forked_processes import Outcome, Tell, run_ranks
 from lightning_ptdp.doctor.calibration import calibrated, measure_device
-from lightning_ptdp.doctor.check import Check, failed, ok
 from lightning_ptdp.doctor.links import GroupMember, Measurement, check_links, measure
+from lightning_ptdp.doctor.machine_checks import Check, failed, ok
 from lightning_ptdp.planner import Device
 from lightning_ptdp.shims.torch_distributed import all_gather_single, reduce_scatter_single
 from lightning_ptdp.world.mesh import default_group_options
