@@ -9,7 +9,7 @@ import contextlib
 import io
 import os
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TextIO
 
 
@@ -77,6 +77,11 @@ def _surviving(stream: TextIO, *, is_error: bool) -> TextIO:
 
 
 # ---- Text tables with aligned columns ------------------------------------------------------------
+
+
+def titled_columns(rows: Sequence[Mapping[str, str]], *, words: Collection[int] = ()) -> str:
+    """Return ``columns`` of rows that map the titles of the columns to cells."""
+    return columns([list(rows[0]), *(list(row.values()) for row in rows)], words=words)
 
 
 def columns(rows: Sequence[Sequence[str]], *, words: Collection[int] = ()) -> str:

@@ -6,12 +6,13 @@ import json
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lightning_ptdp.base.output import columns
+from lightning_ptdp.base.output import columns, titled_columns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +61,11 @@ class BenchResult:
     def median_s(self) -> float:
         """Return the median time of a step."""
         return statistics.median(self.seconds)
+
+    @property
+    def sample_s(self) -> float:
+        """Return the median time of a step per sample."""
+        return self.median_s / self.samples
 
     def percentile_s(self, percent: int) -> float:
         """Return the time below which ``percent`` of all steps are, interpolated."""
@@ -117,7 +123,7 @@ def ranked(results: Sequence[BenchResult]) -> list[BenchResult]:
     """Return the results, the fastest first, by samples per second.
 
     Steps may differ in size."""
-    return sorted(results, key=lambda result: result.median_s / result.samples)
+    return sorted(results, key=attrgetter("sample_s"))
 
 
 def table(results: Sequence[BenchResult]) -> str:
@@ -128,47 +134,32 @@ def table(results: Sequence[BenchResult]) -> str:
         result.predicted_s / result.samples if result.predicted_s else None for result in results
     ]
     order = sorted(seconds for seconds in expected if seconds is not None)
-    rows = [
-        (
-            "",
-            "layout",
-            "m",
-            "step",
-            "p10 to p90",
-            "tokens/s",
-            "MFU",
-            "slower by",
-            "planner",
-            "rank",
-            "bubble",
-            "memory GiB",
-        )
-    ]
-    for place, (result, seconds) in enumerate(zip(results, expected, strict=True), 1):
-        slower = result.median_s / result.samples / (results[0].median_s / results[0].samples) - 1
-        rows.append(
-            (
-                str(place),
-                result.layout,
-                str(result.num_microbatches),
-                _ms(result.median_s),
-                _spread(result),
-                _tokens(result),
-                _percent(result.mfu),
-                f"{slower:.0%}" if place > 1 else "-",
-                "-" if result.predicted_s is None else _ms(result.predicted_s),
-                "-" if seconds is None else str(order.index(seconds) + 1),
-                _percent(result.bubble),
-                _memory(result),
-            )
-        )
     first = results[0]
+    rows = []
+    for place, (result, seconds) in enumerate(zip(results, expected, strict=True), 1):
+        slower = result.sample_s / first.sample_s - 1
+        rows.append(
+            {
+                "": str(place),
+                "layout": result.layout,
+                "m": str(result.num_microbatches),
+                "step": _ms(result.median_s),
+                "p10 to p90": _spread(result),
+                "tokens/s": _tokens(result),
+                "MFU": _percent(result.mfu),
+                "slower by": f"{slower:.0%}" if place > 1 else "-",
+                "planner": "-" if result.predicted_s is None else _ms(result.predicted_s),
+                "rank": "-" if seconds is None else str(order.index(seconds) + 1),
+                "bubble": _percent(result.bubble),
+                "memory GiB": _memory(result),
+            }
+        )
     step = (
         f"{first.samples} samples, {first.tokens:,} tokens"
         if len({result.samples for result in results}) == 1
         else "of varying size"
     )
-    return f"{_devices(first)}; a step: {step}\n\n{columns(rows, words=(1,))}"
+    return f"{_devices(first)}; a step: {step}\n\n{titled_columns(rows, words=(1,))}"
 
 
 def _rows(result: BenchResult) -> Iterator[tuple[str, str]]:

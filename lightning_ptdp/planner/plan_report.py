@@ -8,7 +8,7 @@ from dataclasses import asdict
 import yaml
 
 from lightning_ptdp.base.errors import listed
-from lightning_ptdp.base.output import columns
+from lightning_ptdp.base.output import titled_columns
 from lightning_ptdp.planner.job import Job
 from lightning_ptdp.planner.picture import bars
 from lightning_ptdp.planner.search import Candidate, Plan
@@ -23,48 +23,29 @@ def table(plan: Plan) -> str:
     and options of the best one.
     """
     assert plan.best
-    head = (
-        "",
-        "layout",
-        "b",
-        "m",
-        "schedule",
-        "recompute",
-        "shard",
-        "step s",
-        "TFLOP/s",
-        "MFU",
-        "bubble",
-        "memory GiB",
-    )
-    sharded = plan.job.software.shards != "none"
-    rows = [
-        head,
-        *(_row(index, candidate, sharded=sharded) for index, candidate in enumerate(plan.best, 1)),
-    ]
+    job = plan.job
+    sharded = job.software.shards != "none"
+    rows = [_row(index, candidate, sharded=sharded) for index, candidate in enumerate(plan.best, 1)]
     best = plan.best[0]
+    memory = [f"{name} {_gib(value)}" for name, value in best.memory.parts.items() if value]
+    time = best.time
+    shares = [f"{name} {value / time.total:.1%}" for name, value in time.parts.items() if value]
     lines = [
-        _job(plan.job),
+        _job(job),
         "",
-        columns(rows, words=(1, 4, 5, 6)),
+        titled_columns(rows, words=(1, 4, 5, 6)),
         "",
         f"memory of the fullest rank of 1 (pipeline rank {best.memory.pipeline_rank}) in GiB, of "
-        f"{plan.job.room}:",
-        "  "
-        + ", ".join(f"{name} {_gib(value)}" for name, value in best.memory.parts.items() if value),
+        f"{job.room}:",
+        f"  {', '.join(memory)}",
         "host memory of each node with snapshot_every_n_steps, in GiB: "
-        f"/dev/shm {_gib(2 * plan.job.snapshot_bytes)}, buffers {_gib(plan.job.snapshot_bytes)}",
+        f"/dev/shm {_gib(2 * job.snapshot_bytes)}, buffers {_gib(job.snapshot_bytes)}",
         "step time of 1:",
-        "  "
-        + ", ".join(
-            f"{name} {value / best.time.total:.1%}"
-            for name, value in best.time.parts.items()
-            if value
-        ),
+        f"  {', '.join(shares)}",
         "",
         bars(plan),
         "",
-        *_to_paste(plan.job, best, sharded=sharded),
+        *_to_paste(job, best, sharded=sharded),
     ]
     return "\n".join(lines)
 
@@ -88,11 +69,8 @@ def strategy_arguments(candidate: Candidate) -> str:
 
     An example is ``PTDPStrategy(tensor_parallel_size=2, num_microbatches=8)``.
     """
-    return (
-        "PTDPStrategy("
-        + ", ".join(f"{name}={value!r}" for name, value in candidate.choice.options().items())
-        + ")"
-    )
+    arguments = (f"{name}={value!r}" for name, value in candidate.choice.options().items())
+    return f"PTDPStrategy({', '.join(arguments)})"
 
 
 def fit_options(job: Job, candidate: Candidate) -> str:
@@ -180,16 +158,16 @@ def _candidate(candidate: Candidate) -> dict[str, object]:
 def _job(job: Job) -> str:
     total = job.shape.parameters
     active = job.shape.active_parameters
-    size = f"{_count(total)} parameters" + (
-        f", {_count(active)} of them active" if active < total else ""
-    )
+    text = f"{_count(total)} parameters"
+    if active < total:
+        text += f", {_count(active)} of them active"
     if job.trained < 1:
-        size += f", {_count(job.trained * total)} of them trained"
-    return (
-        f"{size}, {job.world_size} x {job.device.name}, batch {job.global_batch_size} x "
-        f"{job.sequence_length} tokens, "
-        f"{job.precision.name}" + (f", {job.software.name}" if job.software.name != "ours" else "")
+        text += f", {_count(job.trained * total)} of them trained"
+    text += (
+        f", {job.world_size} x {job.device.name}, batch {job.global_batch_size} x "
+        f"{job.sequence_length} tokens, {job.precision.name}"
     )
+    return text if job.software.name == "ours" else f"{text}, {job.software.name}"
 
 
 def _count(number: float) -> str:
@@ -198,24 +176,24 @@ def _count(number: float) -> str:
     return f"{number / 1e6:.1f} M" if number >= 1e5 else f"{number:.0f}"
 
 
-def _row(index: int, candidate: Candidate, *, sharded: bool) -> tuple[str, ...]:
+def _row(index: int, candidate: Candidate, *, sharded: bool) -> dict[str, str]:
     choice = candidate.choice
     time = candidate.time
     recompute = choice.recompute + (" 1/t" if choice.distribute_saved_activations else "")
-    return (
-        str(index),
-        choice.describe_layout(),
-        str(choice.micro_batch_size),
-        str(choice.num_microbatches),
-        choice.schedule if choice.p > 1 else "-",
-        recompute,
-        "parameters" if sharded else choice.shard,
-        f"{time.total:.3g}",
-        f"{time.tflops:.3g}",
-        f"{time.mfu:.1%}",
-        f"{time.bubble_fraction:.1%}",
-        _gib(candidate.memory.total),
-    )
+    return {
+        "": str(index),
+        "layout": choice.describe_layout(),
+        "b": str(choice.micro_batch_size),
+        "m": str(choice.num_microbatches),
+        "schedule": choice.schedule if choice.p > 1 else "-",
+        "recompute": recompute,
+        "shard": "parameters" if sharded else choice.shard,
+        "step s": f"{time.total:.3g}",
+        "TFLOP/s": f"{time.tflops:.3g}",
+        "MFU": f"{time.mfu:.1%}",
+        "bubble": f"{time.bubble_fraction:.1%}",
+        "memory GiB": _gib(candidate.memory.total),
+    }
 
 
 def _gib(nbytes: float) -> str:
