@@ -15,11 +15,15 @@ from typing import Any
 
 import torch
 
-from lightning_ptdp.verification.case import Captured, Case, combine, smaller_layouts
 from lightning_ptdp.verification.compare import Comparison, Difference
-from lightning_ptdp.verification.record import Record
+from lightning_ptdp.verification.record import Captured, Record, combine
 from lightning_ptdp.verification.report import Evidence, Report, find_causes
-from lightning_ptdp.verification.training import Subject, VerificationError
+from lightning_ptdp.verification.training import (
+    Case,
+    Subject,
+    VerificationError,
+    smaller_layouts,
+)
 
 _DOUBLE_EPS = 1e-10
 _HALF_EPS = 1e-4

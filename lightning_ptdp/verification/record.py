@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_ptdp.base.nested import Nested, iterate_tensors, map_tensors
+from lightning_ptdp.base.nested import Nested, batch_size, iterate_tensors, map_tensors
+from lightning_ptdp.engine.microbatches import merge_outputs
 from lightning_ptdp.shims.lightning import replace_once
-from lightning_ptdp.verification.case import Captured, Case
 
 Held = list[tuple[tuple[int, ...], Tensor]]
 """(offset in the full tensor, value) of the rectangles that a rank holds."""
@@ -20,6 +21,21 @@ Key = tuple[str, int, str]
 Pairs = list[tuple[float, float]]
 """(value, number of tokens or 1) of each batch of a step."""
 _ROUNDING = torch.finfo(torch.float32).eps
+
+
+@dataclass(kw_only=True)
+class Captured:
+    """Batches of one replica.
+
+    Attributes:
+        lists: ("train", epoch) or ("validation", loader) -> batches.
+        length: Number of batches in a whole training epoch; infinite if the loader has no length.
+        parts: Number of batches that make up one batch of the layout.
+    """
+
+    lists: dict[tuple[str, int], list[Nested]] = field(default_factory=dict)
+    length: float = math.inf
+    parts: int = 1
 
 
 @dataclass(kw_only=True)
@@ -64,15 +80,17 @@ class Recorder:
     """Mixin of a Lightning callback that records a training and ends it after some steps.
 
     Args:
-        record: The record that the hooks fill. Batches are captured if the training has none yet.
-        case: The training.
+        record: The record that the hooks fill.
         steps: Number of optimizer steps.
+        captures: True to record the batches.
+        disturbed: True to change the initial weights by about the rounding of float32.
     """
 
-    def __init__(self, record: Record, case: Case, steps: int) -> None:
+    def __init__(self, record: Record, steps: int, *, captures: bool, disturbed: bool) -> None:
         self.record = record
-        self.case = case
         self.steps = steps
+        self.captures = captures
+        self.disturbed = disturbed
         self._tokens = 1.0
         self._gradients: dict[str, Held] = {}
 
@@ -96,13 +114,13 @@ class Recorder:
             self.record.exact["batch", str(self._trainer.fit_loop.total_batch_idx + 1)] = digest(
                 batch
             )
-        if not self.case.batches:
+        if self.captures:
             copy = map_tensors(batch, lambda tensor: tensor.detach().to("cpu", copy=True))
             self.record.batches.lists.setdefault(key, []).append(copy)
         return move(batch, *args, **options)
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        if self.case.disturbed:
+        if self.disturbed:
             for parameter in module.parameters():
                 parameter.data *= 1 + _ROUNDING * torch.rand_like(parameter)
         self._keep_model()
@@ -206,3 +224,49 @@ def digest(value: Nested) -> str:
             )
         )
     )
+
+
+# ---- Captured batches of a layout's replicas, to replay in one process and in other layouts ------
+
+
+def combine(replicas: Sequence[Captured], *, joined: bool) -> Captured:
+    """Return the batches of all replicas, joined to one batch each or in sequence.
+
+    Raises:
+        ValueError, RuntimeError: The batches cannot be joined.
+    """
+    lists: dict[tuple[str, int], list[Nested]] = {}
+    for key in replicas[0].lists:
+        groups = zip(*(replica.lists.get(key, ()) for replica in replicas), strict=False)
+        lists[key] = [batch for parts in groups for batch in ([_join(parts)] if joined else parts)]
+    count = 1 if joined else len(replicas)
+    return Captured(lists=lists, length=replicas[0].length * count, parts=count)
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A loader of captured batches.
+
+    Attributes:
+        batches: Function that returns the batches of an epoch.
+        length: Number of these batches; infinite if it is unknown.
+    """
+
+    batches: Callable[[], Iterable[Nested]]
+    length: Any
+
+    def __len__(self) -> int:
+        return self.length  # Infinity raises a TypeError, like any loader without a length.
+
+    def __iter__(self) -> Iterator[Nested]:
+        return iter(self.batches())
+
+
+def _join(parts: Sequence[Nested]) -> Nested:
+    if len(parts) == 1:
+        return parts[0]
+    sizes = [batch_size(part) for part in parts]
+    merged = merge_outputs(parts, sizes, sizes)
+    if batch_size(merged) != sum(sizes):
+        raise ValueError("they have values other than tensors with the samples along dimension 0")
+    return merged

@@ -1,4 +1,4 @@
-"""A recorded training of the user's module in one layout."""
+"""A training of the user's module in one layout, with changes that isolate a cause."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,13 @@ import torch
 
 from lightning_ptdp.base.errors import PTDPError
 from lightning_ptdp.base.forked_processes import Tell, run_ranks
+from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.pipeline.containers import as_names
 from lightning_ptdp.pipeline.discover import find_blocks
-from lightning_ptdp.verification.case import Case, Replay
-from lightning_ptdp.verification.record import Record, Recorder
+from lightning_ptdp.verification.record import Captured, Record, Recorder, Replay
 from lightning_ptdp.verification.watch import StepWatch
+from lightning_ptdp.world.axes import AXES
+from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.rendezvous_address import LOOPBACK, reserved_port
 
 _LEFT_OUT = (
@@ -39,6 +41,89 @@ _BYTES = 16
 """Bytes of a parameter: its value, its gradient and two optimizer states, in float32."""
 _SHOWN = 2000
 """Number of characters of a log that an error shows."""
+_AXES = {
+    "t": "tensor_parallel_size sequence_parallel tensor_overlap distribute_saved_activations",
+    "p": "pipeline_parallel_size virtual_pipeline_size schedule partition microbatch_group_size "
+    "scatter_gather channel_ctas",
+    "c": "context_parallel_size context_parallel_attention",
+    "e": "expert_parallel_size expert_tensor_parallel_size",
+    "d": "shard reduce_dtype data_parallel_replicas inter_node_reduce_dtype "
+    "overlap_parameter_gather bucket_mb",
+    "m": "num_microbatches micro_batch_size",
+    " ": "recompute recompute_layers",
+}
+"""Options by the axis that they belong to. All other options apply to one process too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A training.
+
+    Attributes:
+        name: Name in error messages.
+        config: Options of the strategy.
+        devices: Number of processes.
+        batches: Batches that each replica reads; empty: the user's loaders are read.
+        precision: Precision of the Trainer.
+        frozen: True if random numbers are replaced by constants.
+        blocks: Number of blocks to keep of each repeated container; None: all.
+        disturbed: True if the initial weights are changed by about the rounding of float32.
+    """
+
+    name: str
+    config: PTDPConfig
+    devices: int
+    batches: Sequence[Captured] = ()
+    precision: Any = None
+    frozen: bool = False
+    blocks: int | None = None
+    disturbed: bool = False
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """Return the layout on the devices."""
+        return self.config.layout(self.devices)
+
+    def only(self, axes: str, devices: int, batches: Sequence[Captured], **options: Any) -> Case:
+        """Return the training with some axes of the layout ("": one process), on ``devices``."""
+        for axis, names in _AXES.items():
+            if axis not in axes:
+                options = {name: getattr(PTDPConfig, name) for name in names.split()} | options
+        return replace(
+            self,
+            name=f"{axes} alone" if axes else "one process",
+            config=replace(self.config, **options),
+            devices=devices,
+            batches=batches,
+        )
+
+
+def smaller_layouts(
+    case: Case, whole: Captured, *, microbatches: int
+) -> Iterator[tuple[str, Case]]:
+    """Yield (axes, training) with one axis of the layout at a time.
+
+    Args:
+        case: The whole layout.
+        whole: Batches of one process.
+        microbatches: Number of microbatches in one batch of a replica.
+    """
+    layout = case.layout
+    replicas = layout.num_replicas
+    count = microbatches * replicas // whole.parts
+    if microbatches > 1 or replicas > 1:
+        yield "m", case.only("m", 1, [whole], micro_batch_size=None, num_microbatches=max(count, 2))
+    for axis in AXES:
+        size = layout.size(axis.name)
+        if axis.reads != "samples" and size > 1:
+            options = {"num_microbatches": count} if axis.name == "pipeline" else {}
+            yield axis.letter, case.only(axis.letter, size, [whole], **options)
+    if replicas > 1:
+        axes = "de" if layout.size("expert") > 1 else "d"
+        yield axes, case.only(axes, replicas, case.batches)
+
+
+# ---- Execution of a training ----------------------------------------------------------------------
 
 
 class VerificationError(PTDPError, RuntimeError):
@@ -139,7 +224,7 @@ class Subject:
         kind = type("VerificationRecorder", (Recorder, names.Callback), {})
         record = Record()
         StepWatch(module, record, frozen=case.frozen)
-        recorder = kind(record, case, self.steps)
+        recorder = kind(record, self.steps, captures=not case.batches, disturbed=case.disturbed)
         trainer = names.Trainer(**self._options(case, recorder))
         train, validation, datamodule = self.data
         if case.batches:
