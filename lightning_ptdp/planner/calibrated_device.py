@@ -147,13 +147,10 @@ def figures_source(device: Device, processes: int) -> str:
 
 
 def _device(values: dict[str, Any]) -> Device:
-    cluster_values = values["cluster"]
-    links = {
-        name: Link(**cluster_values[name])
-        for name in ("node", "card", "rail")
-        if cluster_values.get(name) is not None
-    }
-    cluster = Cluster(**_rows({**cluster_values, **links}))
+    cluster_values = {**values["cluster"]}
+    cluster_values.pop("rail", None)  # earlier files have it, always null
+    links = {name: Link(**cluster_values[name]) for name in ("node", "card")}
+    cluster = Cluster(**_rows(cluster_values | links))
     return Device(
         **{**values, "cluster": cluster, "measured": Measured(**_rows(values["measured"]))}
     )

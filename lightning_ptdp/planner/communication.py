@@ -9,10 +9,11 @@ to the next uses one card.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from lightning_ptdp.planner.devices import Cluster, Link
 from lightning_ptdp.planner.job import Choice, Job
@@ -132,9 +133,10 @@ def strided_link(size: int, stride: int, cluster: Cluster) -> GroupLink:
     cards = cluster.cards * members / cluster.node_size
 
     def limit(cards: float) -> Link:
-        between = cluster.between
-        bandwidth = min(inside.bandwidth, cards * between.bandwidth)
-        return inside if fits else Link(bandwidth=bandwidth, latency_s=between.latency_s)
+        if fits:
+            return inside
+        bandwidth = min(inside.bandwidth, cards * cluster.card.bandwidth)
+        return Link(bandwidth=bandwidth, latency_s=cluster.card.latency_s)
 
     return GroupLink(
         size=size,
@@ -158,14 +160,8 @@ def _between(points: Sequence[tuple[int, float]], nbytes: float) -> float:
     Smaller messages take the seconds of the smallest size. Larger ones have the rate of the
     largest.
     """
-    if nbytes <= points[0][0]:
-        return points[0][1]
-    if nbytes >= points[-1][0]:
-        return points[-1][1] * nbytes / points[-1][0]
-    (low, start), (high, end) = next(
-        pair for pair in itertools.pairwise(points) if nbytes <= pair[1][0]
-    )
-    return start + (end - start) * (nbytes - low) / (high - low)
+    sizes, seconds = zip(*points, strict=True)
+    return float(np.interp(nbytes, sizes, seconds)) * max(1.0, nbytes / sizes[-1])
 
 
 # ---- Cost of tensor parallelism ------------------------------------------------------------------
@@ -188,11 +184,9 @@ def tensor_collectives(
     hides = job.software.hides_tensor and job.overlaps
     forward = backward = 0.0
     count = 0
-    if group.size == 1:
-        return forward, backward, count
     for product, time in zip(products, times, strict=True):
         nbytes = _shared_bytes(job, choice, product)
-        if not nbytes:
+        if group.size == 1 or not nbytes:
             continue
         enters = product.cut == "outputs"
         sequence = choice.layout.sequence_parallel and not product.whole
@@ -203,8 +197,8 @@ def tensor_collectives(
         elif sequence:
             backward += seconds
         if sequence or not enters:
-            forward = forward + seconds
-            count = count + 1
+            forward += seconds
+            count += 1
     return forward, backward, count
 
 
@@ -233,12 +227,12 @@ def transposes(job: Job, choice: Choice, products: Iterable[Product]) -> tuple[f
     it is moved to the front and back. This is a copy if there are several samples.
     """
     forward = backward = 0.0
-    if not choice.layout.sequence_parallel or not job.software.batch_first:
+    if not (
+        choice.layout.sequence_parallel and job.software.batch_first and choice.micro_batch_size > 1
+    ):
         return forward, backward
     for product in products:
-        seconds = 0.0
-        if choice.micro_batch_size > 1:
-            seconds = 2 * _shared_bytes(job, choice, product) / job.device.stream
+        seconds = 2 * _shared_bytes(job, choice, product) / job.device.stream
         forward += seconds
         backward += 2 * seconds if product.cut == "outputs" else seconds
     return forward, backward

@@ -19,8 +19,7 @@ from lightning_ptdp.models.gpt import GPT, gpt_plan
 from lightning_ptdp.models.layers import AttentionCore, make_linear
 from lightning_ptdp.models.memory_saving import RMSNorm, Rotary
 from lightning_ptdp.models.model_config import BertConfig, GPTConfig, split_widths
-from lightning_ptdp.planner.examples import call_with
-from lightning_ptdp.planner.model_trace import trace_shape
+from lightning_ptdp.planner.model_trace import call_with, trace_shape
 from lightning_ptdp.planner.shapes import Divided, ModelShape
 from lightning_ptdp.planner.software import Precision, Software
 from lightning_ptdp.tensor_parallel import Column, ParallelPlan

@@ -89,7 +89,7 @@ _A100_PCIE = replace(
     name="a100-pcie",
     memory_bandwidth=1.935e12,
     product_share=0.811,
-    cluster=replace(_nvidia_node(nvlink=32e9, card=25e9), cards=2),
+    cluster=_nvidia_node(cards=2, nvlink=32e9, card=25e9),
 )
 _V100 = Device(
     name="v100",

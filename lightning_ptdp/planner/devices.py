@@ -41,9 +41,8 @@ class Cluster:
         node_size: Devices per node.
         cards: Network cards per node, shared by its devices.
         node: Link from a device to the other devices of its node.
-        card: Link of one network card.
-        rail: Link that the switches give each card to the card at the same place of another node,
-            if it is slower than the card.
+        card: Link of one network card to a card of another node; the slower of the card and of the
+            switches between them.
         start_s: Seconds of a collective before its first step.
         collectives: Measurements inside a node, which replace the estimates: (operation, members of
             the group, bytes, seconds); 0 members for messages.
@@ -53,7 +52,6 @@ class Cluster:
     cards: Size
     node: Link
     card: Link
-    rail: Link | None = None
     start_s: float = 0.0
     collectives: tuple[tuple[str, int, int, float], ...] = ()
 
@@ -65,16 +63,6 @@ class Cluster:
             raise ValueError(
                 f"collectives={self.collectives!r:.80} must take longer than 0 seconds"
             )
-
-    @property
-    def between(self) -> Link:
-        """Return the link from a network card to a card of another node."""
-        if self.rail is None:
-            return self.card
-        return Link(
-            bandwidth=min(self.card.bandwidth, self.rail.bandwidth),
-            latency_s=max(self.card.latency_s, self.rail.latency_s),
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

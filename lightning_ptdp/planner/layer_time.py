@@ -8,7 +8,6 @@ operations, the host's time counts instead.
 
 from __future__ import annotations
 
-from lightning_ptdp.planner.attention_cost import attention_time, exchange_operations
 from lightning_ptdp.planner.communication import (
     expert_collectives,
     group_link,
@@ -16,7 +15,6 @@ from lightning_ptdp.planner.communication import (
     tensor_collectives,
     transposes,
 )
-from lightning_ptdp.planner.expert_cost import expert_time, expert_traffic, local_experts
 from lightning_ptdp.planner.job import Choice, Job
 from lightning_ptdp.planner.pass_time import (
     NO_PRODUCT,
@@ -27,7 +25,16 @@ from lightning_ptdp.planner.pass_time import (
 )
 from lightning_ptdp.planner.replica_cost import sharding_time
 from lightning_ptdp.planner.shapes import ExpertShape, LayerShape
+from lightning_ptdp.planner.sublayer_cost import (
+    attention_time,
+    exchange_operations,
+    expert_time,
+    expert_traffic,
+    local_experts,
+)
 
+_COLLECTIVE_OPERATIONS = 4
+"""Operations that the host launches per collective."""
 _DISPATCH_OPERATIONS = 50
 _EXPERT_OPERATIONS = 5
 """Operations of a dispatch and of one call to experts.
@@ -65,7 +72,7 @@ def layer_time(job: Job, choice: Choice, layer: LayerShape | None = None) -> Pas
 
     measured = job.device.measured
     operation_s = software.operation_s if measured is None else measured.operation_s
-    host = operation_s * (operations + collectives * software.collective_operations)
+    host = operation_s * (operations + _COLLECTIVE_OPERATIONS * collectives)
     between = choice.bytes_of(layer.forward) + late_biases(job, choice, layer.products)
     between_backward = choice.bytes_of(layer.backward)
     product = sum(products, NO_PRODUCT)

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
 
-from lightning_ptdp.planner.attention_cost import core_bytes, input_bytes
-from lightning_ptdp.planner.expert_cost import expert_buffers, expert_kept
 from lightning_ptdp.planner.job import Choice, Job
 from lightning_ptdp.planner.parameters import job_stages, layers_by_stage, rank_stages
 from lightning_ptdp.planner.pass_time import num_logits
@@ -19,6 +17,12 @@ from lightning_ptdp.planner.replica_cost import (
     whole_bytes,
 )
 from lightning_ptdp.planner.shapes import LayerShape
+from lightning_ptdp.planner.sublayer_cost import (
+    core_bytes,
+    expert_buffers,
+    expert_kept,
+    input_bytes,
+)
 from lightning_ptdp.schedule.generators import FAMILIES
 from lightning_ptdp.world.communicators import communicators
 from lightning_ptdp.world.layout import ParallelLayout
@@ -203,7 +207,7 @@ def _between_operations(job: Job, choice: Choice, layer: LayerShape) -> float:
         ),
         default=0,
     )
-    stream = layer.crossing / job.precision.residual
+    stream = layer.crossing / job.precision.weight
     dense = choice.samples * (2 * widest + 2 * stream) * width + layer.elements(t) / 3 * width
     if layer.experts is None:
         return dense

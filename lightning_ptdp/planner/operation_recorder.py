@@ -265,7 +265,7 @@ class OperationRecorder(TorchDispatchMode):
     ) -> None:
         """Record the shape of an attention (b, heads, positions, channels).
 
-        The planner itself counts its inputs and log-sum-exps (``attention_cost.py``).
+        The planner itself counts its inputs and log-sum-exps (``sublayer_cost.py``).
         """
         self.end_pass((query, key, value))
         self._cores |= {storage_key(tensor) for tensor in (query, key, value)}

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lightning_ptdp.planner.communication import group_link
-from lightning_ptdp.planner.expert_cost import expert_link, expert_shards
 from lightning_ptdp.planner.job import Choice, Job
 from lightning_ptdp.planner.shapes import LayerShape
+from lightning_ptdp.planner.sublayer_cost import expert_link, expert_shards
 
 
 def static_bytes(

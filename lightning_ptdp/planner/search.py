@@ -92,12 +92,11 @@ def search(job: Job, space: Space | None = None, *, count: int = 10, simulate: b
         pipes = list(pipelines(job, space, layout))
         choices = [item for item in pipes if isinstance(item, Choice)]
         if choices and (need := _least_bytes(job, space, choices[0])) > job.limit_bytes:
-            text = "parameters, gradients and optimizer state alone need"
-            rejected.append(
-                UnfitSize(
-                    what=layout.describe(), reason=f"{text} {_gib(need)} of {_gib(job.limit_bytes)}"
-                )
+            reason = (
+                f"parameters, gradients and optimizer state alone need {_gib(need)} of "
+                f"{_gib(job.limit_bytes)}"
             )
+            rejected.append(UnfitSize(layout.describe(), reason))
             continue
         tried = [_first_that_fits(job, space, item) for item in choices]
         fitting = [(choice, memory) for choice, memory in tried if memory.total <= job.limit_bytes]
@@ -113,7 +112,7 @@ def search(job: Job, space: Space | None = None, *, count: int = 10, simulate: b
                 f"needs at least {_gib(memory.total)} of {_gib(job.limit_bytes)} "
                 f"({nearest.describe()})"
             )
-            rejected.append(UnfitSize(what=layout.describe(), reason=reason))
+            rejected.append(UnfitSize(layout.describe(), reason))
     best = heapq.nsmallest(count, candidates, key=_order)
     slower = tuple(_slower(best, candidates))
     if simulate:
@@ -182,7 +181,7 @@ def _slower(best: Sequence[Candidate], candidates: Sequence[Candidate]) -> Itera
                 f"takes {time.total / first.total:.2f} times the time of the best, "
                 f"{time.parts[part] / time.total:.0%} of it for {part}"
             )
-            yield UnfitSize(what=degrees, reason=f"{reason} ({candidate.choice.describe()})")
+            yield UnfitSize(degrees, f"{reason} ({candidate.choice.describe()})")
 
 
 def _simulated(job: Job, candidate: Candidate) -> Candidate:

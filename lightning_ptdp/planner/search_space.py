@@ -71,7 +71,7 @@ class Space:
                 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class UnfitSize:
     """Sizes that cannot be used.
 
@@ -91,24 +91,23 @@ def layouts(job: Job, space: Space) -> Iterator[ParallelLayout | UnfitSize]:
     """
     within_nodes = divisors(math.gcd(job.cluster.node_size, job.world_size))
     contexts = (1,) if job.sequence_length < _CONTEXT_FROM else (1, 2, 4, 8)
-    for t in _given(space.tensor_parallel_sizes, within_nodes):
+    for t in space.tensor_parallel_sizes or within_nodes:
         reason = _tensor_misfit(job, t)
         if reason:
-            yield UnfitSize(what=f"t{t}", reason=reason)
+            yield UnfitSize(f"t{t}", reason)
             continue
-        for c in _given(space.context_parallel_sizes, contexts):
+        for c in space.context_parallel_sizes or contexts:
             if job.world_size % (t * c) or (c > 1 and job.sequence_length % (2 * c)):
-                yield UnfitSize(
-                    what=f"t{t} c{c}",
-                    reason=f"{t} * {c} does not divide the world of {job.world_size}, or 2c the "
-                    "sequence",
+                reason = (
+                    f"{t} * {c} does not divide the world of {job.world_size}, or 2c the sequence"
                 )
+                yield UnfitSize(f"t{t} c{c}", reason)
                 continue
             ranks = job.world_size // (t * c)
-            for p in _given(space.pipeline_parallel_sizes, divisors(ranks)):
+            for p in space.pipeline_parallel_sizes or divisors(ranks):
                 reason = _pipeline_misfit(job, space, ranks, p)
                 if reason:
-                    yield UnfitSize(what=f"t{t} c{c} p{p}", reason=reason)
+                    yield UnfitSize(f"t{t} c{c} p{p}", reason)
                     continue
                 layout = ParallelLayout(
                     world_size=job.world_size,
@@ -135,8 +134,8 @@ def pipelines(job: Job, space: Space, layout: ParallelLayout) -> Iterator[Choice
     if space.sequence_parallel is not None:
         if space.sequence_parallel and t > 1 and not split:
             yield UnfitSize(
-                what=f"t{t}",
-                reason=f"sequence parallelism: {t} does not divide {job.sequence_length} tokens",
+                f"t{t}",
+                f"sequence parallelism: {t} does not divide {job.sequence_length} tokens",
             )
             return
         split = space.sequence_parallel and t > 1
@@ -145,14 +144,14 @@ def pipelines(job: Job, space: Space, layout: ParallelLayout) -> Iterator[Choice
         full_layout = replace(
             layout, virtual_pipeline_size=v, sequence_parallel=split, placement=placement
         )
-        for b in _given(space.micro_batch_sizes, [2**power for power in range(6)]):
+        for b in space.micro_batch_sizes or [2**power for power in range(6)]:
             m, rest = divmod(of_replica, b)
             if rest:
                 continue
             if p > 1 and m < (least := FAMILIES[schedule].least(p)):
                 yield UnfitSize(
-                    what=f"p{p} {schedule} m{m}",
-                    reason=f"too few microbatches to be faster than 1F1B, which takes {least}",
+                    f"p{p} {schedule} m{m}",
+                    f"too few microbatches to be faster than 1F1B, which takes {least}",
                 )
                 continue
             for exchange in _exchanges(job, space, full_layout):
@@ -163,10 +162,6 @@ def pipelines(job: Job, space: Space, layout: ParallelLayout) -> Iterator[Choice
                     micro_batch_size=b,
                     num_microbatches=m,
                 )
-
-
-def _given(sizes: Sequence[int] | None, sensible: Sequence[int]) -> Sequence[int]:
-    return sensible if sizes is None else sizes
 
 
 def _tensor_misfit(job: Job, t: int) -> str:
@@ -215,7 +210,7 @@ def _expert_splits(
     t = layout.tensor_parallel_size
     experts = job.shape.experts
     sizes = space.expert_tensor_parallel_sizes
-    for size in _given(sizes, [*dict.fromkeys((1, t))]):
+    for size in sizes or dict.fromkeys((1, t)):
         if size == 1 or (size == t and experts is not None and experts.width % t == 0):
             yield replace(layout, expert_tensor_parallel_size=size)
         elif sizes is not None:
@@ -225,7 +220,7 @@ def _expert_splits(
                 else f"experts of {experts.width} channels are not split, or split over all t = {t}"
             )
             yield UnfitSize(
-                what=f"{layout.describe()} expert_tensor_parallel_size={size}", reason=reason
+                f"{layout.describe()} expert_tensor_parallel_size={size}", reason=reason
             )
 
 
@@ -236,18 +231,17 @@ def _expert_sizes(
     experts = job.shape.experts
     number = 1 if experts is None else experts.number
     valid_sizes = divisors(math.gcd(ranks, number))
-    for e in _given(space.expert_parallel_sizes, valid_sizes):
+    for e in space.expert_parallel_sizes or valid_sizes:
         if e in valid_sizes:
             yield from _expert_splits(job, space, replace(layout, expert_parallel_size=e))
         elif experts is None:
-            yield UnfitSize(what=f"e{e}", reason="the model has no experts")
+            yield UnfitSize(f"e{e}", "the model has no experts")
         elif number % e:
-            yield UnfitSize(what=f"e{e}", reason=f"num_experts={number} is not divisible by it")
+            yield UnfitSize(f"e{e}", f"num_experts={number} is not divisible by it")
         else:
             yield UnfitSize(
-                what=f"{layout.describe()} e{e}",
-                reason=f"it does not divide d c = {ranks}, the ranks over which experts are "
-                "distributed",
+                f"{layout.describe()} e{e}",
+                f"it does not divide d c = {ranks}, the ranks over which experts are distributed",
             )
 
 

@@ -22,9 +22,9 @@ class Software:
 
     Attributes:
         name: Name in tables.
-        attention: "unfused" writes the s x s scores to memory and keeps them, "fused" does not;
-            "tuned" is fused, too, by a kernel for the device's own instructions.
-        skips_masked: Whether the attention kernel skips what the causal mask hides.
+        attention: "unfused" writes the s x s scores to memory and keeps them, "fused" does not,
+            and skips what the causal mask hides; "tuned" is fused, too, by a kernel for the
+            device's own instructions.
         elementwise: How operations between products use memory: "eager", one after the other;
             "fused", bias, dropout and sum in one pass, bias and GELU in one; "compiled", all
             operations between two products in one pass.
@@ -36,8 +36,6 @@ class Software:
         hides_gradients: Whether gradients are summed over the replicas during the backward.
         hides_messages: Whether pipeline messages travel during computations; otherwise each message
             blocks its two ranks.
-        gathers_messages: Whether a message without sequence parallelism is cut over the tensor
-            group and gathered by the receiver (arXiv 2104.04473, section 4.1).
         batch_first: Whether hidden states are (b, s, h), not (s, b, h), so that collectives over
             parts of the sequence move it to the front.
         folds_experts: Whether experts are distributed over all ranks of a stage, the
@@ -60,7 +58,6 @@ class Software:
             equal numbers of layers.
         operations: Operations that the host launches for a layer's forward; a backward launches
             twice as many.
-        collective_operations: Additional operations per collective.
         operation_s: Seconds of the host per operation.
         gradient: Bytes of a gradient, as it is accumulated and summed; None means the precision's.
         gradient_copy: Bytes of a copy of the gradient that the optimizer's step makes.
@@ -74,13 +71,11 @@ class Software:
 
     name: str
     attention: Literal["unfused", "fused", "tuned"]
-    skips_masked: bool
     elementwise: Literal["eager", "fused", "compiled"]
     norm_reads: int
     hides_tensor: bool
     hides_gradients: bool
     hides_messages: bool
-    gathers_messages: bool
     batch_first: bool = False
     folds_experts: bool = False
     groups_products: bool = True
@@ -91,7 +86,6 @@ class Software:
     again: float | None = None
     balances_stages: bool
     operations: int
-    collective_operations: int = 4
     operation_s: float
     gradient: int | None = None
     gradient_copy: int = 0
@@ -118,7 +112,6 @@ _MEGATRON_2021 = Software(
     # softmax in one kernel, bias-GELU and bias-dropout-add by TorchScript, blocking all-reduces and
     # messages, --DDP-impl local: one all-reduce of fp16 gradients at the end.
     attention="unfused",
-    skips_masked=False,
     elementwise="fused",
     # apex's mixed-precision LayerNorm: statistics, then values; gradients by cuComputeGradInput and
     # GradGammaBeta
@@ -126,7 +119,6 @@ _MEGATRON_2021 = Software(
     hides_tensor=False,
     hides_gradients=False,
     hides_messages=False,
-    gathers_messages=True,
     balances_stages=False,
     # Counted in ParallelTransformerLayer.forward: kernels, views, autograd functions, the random
     # state forked for a dropout.
@@ -162,7 +154,6 @@ _MEGATRON_2024 = replace(
     # experts' products, in several streams (megatron/core/transformer/moe/README.md,
     # --moe-grouped-gemm).
     attention="tuned",
-    skips_masked=True,
     hides_gradients=True,
     hides_messages=True,
     folds_experts=True,
@@ -171,13 +162,11 @@ _MEGATRON_2024 = replace(
 _EAGER = Software(
     name="ours",
     attention="fused",
-    skips_masked=True,
     elementwise="eager",
     norm_reads=2,  # torch's native layer_norm, as above
     hides_tensor=True,  # tensor_parallel/parallel_product.py
     hides_gradients=True,  # data_parallel/buckets.py
     hides_messages=True,  # pipeline/p2p.py
-    gathers_messages=True,
     batch_first=True,  # tensor_parallel/collectives.py
     balances_stages=True,  # pipeline/containers.py
     operations=50,  # aten's: 30 for a GPT-2's block, 64 with dropout, 68 for a Llama's
@@ -260,9 +249,9 @@ class Precision:
 
     Attributes:
         name: Lightning's ``precision``.
-        weight: Bytes of a parameter.
+        weight: Bytes of a parameter, and of the residual stream between blocks, which autocast does
+            not cast.
         compute: Bytes of the operands and results of matrix products.
-        residual: Bytes of the residual stream between blocks, which autocast does not cast.
         gradient: Bytes of an accumulated gradient.
         state: Bytes of the optimizer's state: two moments of Adam, and a master copy of a parameter
             in half precision.
@@ -271,7 +260,6 @@ class Precision:
     name: str
     weight: int
     compute: int
-    residual: int
     gradient: int = 4
     state: int
 
@@ -281,9 +269,9 @@ class Precision:
         return self.weight != self.compute
 
 
-_SINGLE = {"weight": 4, "compute": 4, "residual": 4, "state": 8}
-_MIXED = {"weight": 4, "compute": 2, "residual": 4, "state": 8}
-_HALF = {"weight": 2, "compute": 2, "residual": 2, "state": 12}
+_SINGLE = {"weight": 4, "compute": 4, "state": 8}
+_MIXED = {"weight": 4, "compute": 2, "state": 8}
+_HALF = {"weight": 2, "compute": 2, "state": 12}
 _BYTES = {
     "32-true": _SINGLE,
     "bf16-mixed": _MIXED,

@@ -272,7 +272,7 @@ def _message(job: Job, choice: Choice) -> float:
     """Return the seconds of one hidden state between stages.
 
     Each tensor-parallel rank sends 1/t of it, and the receivers gather it unless the sequence is
-    split.
+    split (arXiv 2104.04473, section 4.1).
     """
     if choice.p == 1:
         return 0.0
@@ -280,7 +280,5 @@ def _message(job: Job, choice: Choice) -> float:
     link = group_link(choice.layout, job.cluster, "pipeline")
     if choice.layout.sequence_parallel:
         return link.send(nbytes / choice.t)
-    if not job.software.gathers_messages:
-        return link.send(nbytes)
     gathering = group_link(choice.layout, job.cluster, "tensor")
     return link.send(nbytes / choice.t) + gathering.all_gather(nbytes)

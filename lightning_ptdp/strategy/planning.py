@@ -23,8 +23,13 @@ from lightning_ptdp.planner import (
     gpt_sizes,
     search,
 )
-from lightning_ptdp.planner.examples import Example, call_with, longest_sample
-from lightning_ptdp.planner.model_trace import trace_shape, with_images
+from lightning_ptdp.planner.model_trace import (
+    Example,
+    call_with,
+    longest_sample,
+    trace_shape,
+    with_images,
+)
 from lightning_ptdp.schedule.generators import schedule_name
 from lightning_ptdp.shims.quantization import planned_elements
 from lightning_ptdp.strategy.checks.model import CUT_MARK, plan_of, whole_model

@@ -44,8 +44,8 @@ def test_ranks_share_network_cards():
     layout = ParallelLayout(world_size=64, tensor_parallel_size=8, pipeline_parallel_size=2)
     assert group_link(layout, four, "data").link.bandwidth == CARD / 2
     assert group_link(layout, four, "pipeline").hop.bandwidth == CARD / 2
-    slow = dataclasses.replace(CLUSTER, rail=Link(bandwidth=CARD / 3, latency_s=1e-4))
-    assert group_link(layout, slow, "pipeline").hop == slow.rail
+    slow = dataclasses.replace(CLUSTER, card=Link(bandwidth=CARD / 3, latency_s=1e-4))
+    assert group_link(layout, slow, "pipeline").hop == slow.card
 
 
 def test_time_of_ring_and_tree_collectives():

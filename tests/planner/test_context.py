@@ -7,9 +7,9 @@ import pytest
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.models import GPTConfig
 from lightning_ptdp.planner import Choice, Job, Space, find_device, search, step_time
-from lightning_ptdp.planner.attention_cost import exchange_time
 from lightning_ptdp.planner.communication import group_link
 from lightning_ptdp.planner.memory import layer_activations
+from lightning_ptdp.planner.sublayer_cost import exchange_time
 from lightning_ptdp.world.layout import ParallelLayout
 from tests.planner.jobs import small_job
 

@@ -13,7 +13,7 @@ from lightning_ptdp.planner import (
     known_device,
     known_peak_flops,
 )
-from lightning_ptdp.planner.attention_cost import attention_time
+from lightning_ptdp.planner.sublayer_cost import attention_time
 from tests.planner.jobs import choice, small_job
 
 pytestmark = pytest.mark.pure

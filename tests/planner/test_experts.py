@@ -16,13 +16,13 @@ from lightning_ptdp.planner import (
     step_time,
 )
 from lightning_ptdp.planner.communication import group_link
-from lightning_ptdp.planner.expert_cost import expert_kept, expert_time
 from lightning_ptdp.planner.memory import layer_activations, rank_memory
 from lightning_ptdp.planner.parameters import job_stages
 from lightning_ptdp.planner.pass_time import product_time
 from lightning_ptdp.planner.replica_cost import static_bytes
 from lightning_ptdp.planner.search import why_nothing_fits
 from lightning_ptdp.planner.shapes import ExpertShape
+from lightning_ptdp.planner.sublayer_cost import expert_kept, expert_time
 from lightning_ptdp.world.layout import ParallelLayout
 from tests.memory import kept_bytes
 from tests.planner.jobs import MIXTURE, choice, small_job
