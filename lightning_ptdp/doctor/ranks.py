@@ -217,7 +217,7 @@ def _objects(place: GroupMember) -> bool:
 def _groups(place: GroupMember) -> bool:
     """Test the groups of neighbours, and one gloo group of all ranks.
 
-    Training uses a gloo group beside NCCL for agreements between ranks.
+    Training uses a gloo group in addition to NCCL for agreements between ranks.
     """
     right = True
     for first in range(0, place.size - 1, 2):

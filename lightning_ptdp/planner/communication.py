@@ -189,7 +189,7 @@ def tensor_collectives(
         if group.size == 1 or not nbytes:
             continue
         enters = product.cut == "outputs"
-        sequence = choice.layout.sequence_parallel and not product.whole
+        sequence = choice.layout.sequence_parallel and not product.full_sequence
         seconds = group.all_gather(nbytes) if sequence else group.all_reduce(nbytes)
         if enters:
             passes = [time.weight_gradient, *([time.input_gradient] if sequence else [])]
@@ -205,7 +205,7 @@ def tensor_collectives(
 def expert_collectives(job: Job, choice: Choice, layer: LayerShape) -> tuple[float, int]:
     """Return the waiting time of one pass of a layer's experts, and its number of collectives.
 
-    Each tensor-parallel rank has the whole sequence, sends a part of the tokens to the experts and
+    Each tensor-parallel rank has the full sequence, sends a part of the tokens to the experts and
     gathers the results. If each expert is split, each rank sends all tokens, and the results are
     summed (``tensor_parallel/kinds/sharded_experts.py``).
     """

@@ -129,7 +129,7 @@ _H100 = Device(
     product_share=0.803,  # 794.5 TFLOP/s in the table named above
     attention_share=0.38,  # arXiv 2407.08608, section 1: FlashAttention-2 reaches 35 to 40 %
     tuned_attention_share=1.75
-    * 0.38,  # ibid.: FlashAttention-3 is 1.5 to 2 times as fast; cuDNN's is measured beside it
+    * 0.38,  # ibid.: FlashAttention-3 is 1.5 to 2 times as fast; cuDNN's is measured in addition
     sustained=_SUSTAINED,
     units=132,
     cache_bandwidth=1.5 * 5120 * 1.83e9,

@@ -172,7 +172,7 @@ class Measured:
         cores: Cores that the processes of a node share; 0 if each has its own device.
         products: Matrix products: (m, n, k, operations per second).
         attention: The fused causal kernel: (positions, channels of a head, operations per second of
-            the forward, and of the backward). Operations are those of the whole square, and the
+            the forward, and of the backward). Operations are those of the full square, and the
             backward counts as 2.5 forwards.
         gated: Bytes per second of the operations between the products of a layer with RMSNorm and
             SwiGLU; ``Device.stream`` is that of a layer with LayerNorm and GELU. Bytes are those

@@ -238,8 +238,8 @@ class Choice:
 
     def bytes_of(self, sizes: Bytes) -> float:
         """Return the bytes of a microbatch on one rank."""
-        alike = sizes.alike / (self.t if self.layout.sequence_parallel else 1)
-        return (self.micro_batch_size * (alike + sizes.split / self.t) + sizes.once) / self.c
+        replicated = sizes.replicated / (self.t if self.layout.sequence_parallel else 1)
+        return (self.micro_batch_size * (replicated + sizes.split / self.t) + sizes.once) / self.c
 
     def options(self) -> dict[str, object]:
         """Return the arguments of ``PTDPStrategy`` that differ from the defaults.

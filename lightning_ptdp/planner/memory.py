@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from operator import attrgetter
 
 from lightning_ptdp.planner.job import Choice, Job
 from lightning_ptdp.planner.parameters import job_stages, layers_by_stage, rank_stages
 from lightning_ptdp.planner.pass_time import num_logits
 from lightning_ptdp.planner.replica_cost import (
-    kept_whole_bytes,
+    kept_unsharded_bytes,
     shards_parameters,
     static_bytes,
-    whole_bytes,
+    unsharded_bytes,
 )
 from lightning_ptdp.planner.shapes import LayerShape
 from lightning_ptdp.planner.sublayer_cost import (
@@ -123,11 +122,12 @@ def rank_memory(
     parameters = sum(stage.parameters for stage in stages)
     experts = sum(stage.experts for stage in stages)
     weights, gradients, optimizer = static_bytes(job, choice, parameters, experts)
-    weights += kept_whole_bytes(job, choice, local_stages, parameters)
-    kept, cast_weights = (
-        [sum(count * of(kinds[id(layer)]) for count, layer in stage.runs) for stage in stages]
-        for of in (attrgetter("kept"), attrgetter("cast_weights"))
-    )
+    weights += kept_unsharded_bytes(job, choice, local_stages, parameters)
+    kept = [sum(count * kinds[id(layer)].kept for count, layer in stage.runs) for stage in stages]
+    cast_weights = [
+        sum(count * kinds[id(layer)].cast_weights for count, layer in stage.runs)
+        for stage in stages
+    ]
     # All microbatches share the cast weights, but not those of parameters that are freed meanwhile.
     shared = sum(cast_weights)
     if shards_parameters(job, choice):
@@ -135,7 +135,7 @@ def rank_memory(
     working = max(
         kinds[id(layer)].recomputed
         + _between_operations(job, choice, layer)
-        + whole_bytes(job, choice, layer)
+        + unsharded_bytes(job, choice, layer)
         for stage in stages
         for _, layer in stage.runs
     )

@@ -61,7 +61,7 @@ def trace_shape(
     """Return the shape of ``module``, which stays unchanged.
 
     Args:
-        module: The whole model, on the meta device or with values.
+        module: The unsharded model, on the meta device or with values.
         plan: Parameters that t divides, and names of the blocks.
         run: Calls the module with a batch.
         precision: Precision of the counted bytes.
@@ -81,7 +81,7 @@ def trace_shape(
         module=module,
         names=names,
         weights=weights,
-        whole=[name for name, _, kind in planned if isinstance(kind, Whole)],
+        full_sequence=[name for name, _, kind in planned if isinstance(kind, Whole)],
         samples=_SAMPLES,
         precision=precision,
         software=software,
@@ -181,7 +181,7 @@ def _end(
     return EndShape(
         products=tuple(trace.products),
         forward=forward,
-        backward=Bytes(alike=2 * forward.alike, split=2 * forward.split),
+        backward=Bytes(replicated=2 * forward.replicated, split=2 * forward.split),
         kept=_kept(kept),
         parameters=parameters,
         table=(0, 0) if table is None else (table.size(0), table.numel() // table.size(0)),
@@ -190,8 +190,8 @@ def _end(
 
 
 def _per_sample(amounts: Sequence[float]) -> Bytes:
-    alike, split = amounts
-    return Bytes(alike=alike / _SAMPLES, split=split / _SAMPLES)
+    replicated, split = amounts
+    return Bytes(replicated=replicated / _SAMPLES, split=split / _SAMPLES)
 
 
 def _kept(storages: Iterable[tuple[int, bool]]) -> Bytes:
@@ -226,7 +226,7 @@ def call_with(module: nn.Module, example: Example | None, *, sequence_length: in
     with an embedding is called with token ids.
 
     Args:
-        module: The whole model.
+        module: The unsharded model.
         example: Arguments of its forward.
         sequence_length: s in tokens; None if it is unknown.
 

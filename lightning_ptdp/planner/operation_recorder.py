@@ -65,7 +65,7 @@ class Weight:
 class Trace:
     """Record of one part of the model.
 
-    Bytes are separated by whether t divides them: [alike, split].
+    Bytes are separated by whether t divides them: [replicated, split].
 
     Attributes:
         products: Products in the order of the forward.
@@ -87,8 +87,8 @@ class Trace:
 class OperationRecorder(TorchDispatchMode):
     """A dispatch mode that records operations in ``trace``, unless that is None.
 
-    A tensor is split if t divides its contents. Products with a split weight turn whole tensors
-    into split ones, and split tensors into whole ones. Every other operation passes on the state of
+    A tensor is split if t divides its contents. Products with a split weight turn replicated
+    tensors into split ones, and split tensors into replicated ones. Every other operation passes on the state of
     its inputs.
 
     Operations between two products may be one pass (``elementwise``). A pass reads each tensor
@@ -103,7 +103,7 @@ class OperationRecorder(TorchDispatchMode):
     Attributes:
         trace: Record of the running part.
         is_backward: Whether its backward runs.
-        whole: Whether the running module reads the whole sequence under sequence parallelism.
+        full_sequence: Whether the running module reads the full sequence under sequence parallelism.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class OperationRecorder(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self.trace: Trace | None = None
-        self.is_backward = self.whole = False
+        self.is_backward = self.full_sequence = False
         self._sizes = {tuple(sorted(size)) for size in sizes}
         self._weights = weights
         self._samples = samples
@@ -256,7 +256,7 @@ class OperationRecorder(TorchDispatchMode):
             copied=weight.copied,
             least=weight.least,
             bias=len(inputs) > 2,
-            whole=self.whole,
+            full_sequence=self.full_sequence,
             weighted=keys[1] in self._of_weights,
         )
 

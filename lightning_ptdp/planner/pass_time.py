@@ -36,7 +36,7 @@ class PassTime(_Added):
 
     Attributes:
         forward: The forward pass.
-        backward: The whole backward pass, including recomputation and weight gradients.
+        backward: The backward pass, including recomputation and weight gradients.
         weight: Part of ``backward`` for the gradients of the weights, which a schedule may defer.
         communication: Part of both passes that waits for collectives, except those of experts.
         experts: Part of both passes for the products of experts.

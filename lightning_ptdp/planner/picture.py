@@ -27,24 +27,17 @@ def bars(plan: Plan) -> str:
     One bar compares its step with the slowest of these layouts. The second compares its memory with
     the usable memory.
     """
-    shown = plan.best[:5]
-    slowest = max(candidate.time.total for candidate in shown)
-    return "\n".join(
-        [
-            _legend("time", _named([row.time.parts for row in shown])),
-            *(
-                f"  {i}  {_bar(row.time.parts, slowest):{_WIDTH}}  {row.time.total:.3g} s"
-                for i, row in enumerate(shown, 1)
-            ),
-            _legend("memory", _named([row.memory.parts for row in shown]))
-            + (", | reserve" if plan.job.reserve else ""),
-            *(
-                f"  {i}  {_memory_bar(row.memory.parts, plan.job)}  {row.memory.total / _GIB:.3g} "
-                "GiB"
-                for i, row in enumerate(shown, 1)
-            ),
-        ]
-    )
+    times = [row.time.parts for row in plan.best[:5]]
+    memories = [row.memory.parts for row in plan.best[:5]]
+    slowest = max(sum(parts.values()) for parts in times)
+    lines = [_legend("time", times)]
+    for i, parts in enumerate(times, 1):
+        lines.append(f"  {i}  {_bar(parts, slowest):{_WIDTH}}  {sum(parts.values()):.3g} s")
+    lines.append(_legend("memory", memories) + (", | reserve" if plan.job.reserve else ""))
+    for i, parts in enumerate(memories, 1):
+        gib = sum(parts.values()) / _GIB
+        lines.append(f"  {i}  {_memory_bar(parts, plan.job)}  {gib:.3g} GiB")
+    return "\n".join(lines)
 
 
 def draw(plan: Plan, path: Path) -> None:
@@ -57,36 +50,33 @@ def draw(plan: Plan, path: Path) -> None:
 
     shown = plan.best[:8]
     figure = Figure(figsize=(10, 1.5 + 0.7 * len(shown)), layout="constrained")
-    for axes, (title, unit, size, rows) in zip(
-        figure.subplots(2, 1),
-        (
-            ("time of a step", "s", 1, [row.time.parts for row in shown]),
-            ("memory of the fullest rank", "GiB", _GIB, [row.memory.parts for row in shown]),
-        ),
-        strict=True,
-    ):
-        names = [f"{i}  {candidate.choice.describe()}" for i, candidate in enumerate(shown, 1)]
-        left = [0.0] * len(shown)
-        for part in _named(rows):
-            lengths = [row[part] / size for row in rows]
-            axes.barh(names, lengths, left=left, label=part)
-            left = [start + length for start, length in zip(left, lengths, strict=True)]
-        if unit == "GiB":
-            _mark_limits(axes, plan.job)
-        axes.invert_yaxis()
-        axes.set(title=title, xlabel=unit)
+    time_axes, memory_axes = figure.subplots(2, 1)
+    _draw_bars(time_axes, shown, [row.time.parts for row in shown], unit=1)
+    time_axes.set(title="time of a step", xlabel="s")
+    _draw_bars(memory_axes, shown, [row.memory.parts for row in shown], unit=_GIB)
+    memory_axes.set(title="memory of the fullest rank", xlabel="GiB")
+    limit = plan.job.limit_bytes / _GIB
+    usable = plan.job.device.usable_bytes / _GIB
+    if plan.job.reserve:
+        memory_axes.axvline(limit, color="black", linestyle="--", label=f"limit {limit:.3g}")
+    memory_axes.axvline(usable, color="black", label=f"usable {usable:.3g}")
+    memory_axes.set_xlim(0, 1.02 * usable)
+    for axes in (time_axes, memory_axes):
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.savefig(path)
 
 
-def _mark_limits(axes: Axes, job: Job) -> None:
-    """Draw lines at the start of the reserve and at the end of the usable memory."""
-    limit = job.limit_bytes / _GIB
-    usable = job.device.usable_bytes / _GIB
-    if job.reserve:
-        axes.axvline(limit, color="black", linestyle="--", label=f"limit {limit:.3g}")
-    axes.axvline(usable, color="black", label=f"usable {usable:.3g}")
-    axes.set_xlim(0, 1.02 * usable)
+def _draw_bars(
+    axes: Axes, shown: Sequence[Candidate], rows: Sequence[Mapping[str, float]], *, unit: float
+) -> None:
+    """Draw a bar for each layout, the first at the top, with a colour per part."""
+    names = [f"{i}  {candidate.choice.describe()}" for i, candidate in enumerate(shown, 1)]
+    left = [0.0] * len(shown)
+    for part in _named(rows):
+        lengths = [row[part] / unit for row in rows]
+        axes.barh(names, lengths, left=left, label=part)
+        left = [start + length for start, length in zip(left, lengths, strict=True)]
+    axes.invert_yaxis()
 
 
 def draw_what_if(
@@ -118,16 +108,8 @@ def draw_what_if(
         # Each label starts at the foot of its own bar and is vertical, so that labels do not
         # overlap.
         for position, (_, candidate) in zip(positions, points, strict=True):
-            axes.annotate(
-                candidate.choice.describe_layout(),
-                (position, 0),
-                textcoords="offset points",
-                xytext=(0, 4),
-                rotation=90,
-                ha="center",
-                va="bottom",
-                fontsize=7,
-            )
+            label = f" {candidate.choice.describe_layout()}"
+            axes.text(position, 0, label, rotation=90, ha="center", va="bottom", fontsize=7)
     axes.set_xticks(
         [i + (len(found) - 1) * width / 2 for i in range(len(worlds))],
         [str(world) for world in worlds],
@@ -142,8 +124,8 @@ def _named(rows: Sequence[Mapping[str, float]]) -> list[str]:
     return [part for part in rows[0] if any(row[part] for row in rows)]
 
 
-def _legend(title: str, parts: Sequence[str]) -> str:
-    return f"{title}: " + ", ".join(f"{_letter(name)} {name}" for name in parts)
+def _legend(title: str, rows: Sequence[Mapping[str, float]]) -> str:
+    return f"{title}: " + ", ".join(f"{_letter(name)} {name}" for name in _named(rows))
 
 
 def _letter(name: str) -> str:
@@ -153,7 +135,7 @@ def _letter(name: str) -> str:
 def _bar(parts: Mapping[str, float], total: float) -> str:
     """Return a bar with a letter per column.
 
-    The ends of the parts are rounded, not their lengths, so that the whole bar has the right
+    The ends of the parts are rounded, not their lengths, so that the bar has the right
     length.
     """
     text = ""

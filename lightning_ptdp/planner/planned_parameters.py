@@ -83,13 +83,13 @@ def parameters_of(
         weights: Their division (``split_weights``).
         width: Bytes of a parameter. Quantized ones count as fewer.
     """
-    whole = split = copied = 0
+    replicated = split = copied = 0
     heads = 1
     for p in dict.fromkeys(parameters):
         weight = weights.get(id(p), Weight())
         size = planned_elements(p, width)
         if not weight.split or size < p.numel():
-            whole += size
+            replicated += size
         elif weight.copied:
             outputs = max(size for size in p.shape if size >= weight.copied)
             copied_numel = p.numel() * weight.copied // outputs
@@ -98,7 +98,7 @@ def parameters_of(
             heads = max(1, weight.copied // weight.least)
         else:
             split += p.numel()
-    return Parameters(whole=whole, split=split, copied=copied, heads=heads)
+    return Parameters(replicated=replicated, split=split, copied=copied, heads=heads)
 
 
 def counted(

@@ -75,8 +75,8 @@ def gathers_layers(job: Job, choice: Choice) -> bool:
     return job.software.shards != "none" or by_layers
 
 
-def whole_bytes(job: Job, choice: Choice, layer: LayerShape) -> float:
-    """Return the bytes of the layers that are whole at a time.
+def unsharded_bytes(job: Job, choice: Choice, layer: LayerShape) -> float:
+    """Return the bytes of the layers that are unsharded at a time.
 
     They are the parameters of the current layer and of the next, and gradients to scatter.
     """
@@ -93,11 +93,13 @@ def num_gathers(choice: Choice) -> int:
     return v if v <= 2 else 2 * v * -(-choice.num_microbatches // choice.p)
 
 
-def kept_whole_bytes(job: Job, choice: Choice, stages: Sequence[int], parameters: float) -> float:
-    """Return the bytes of a rank that stay whole between layers.
+def kept_unsharded_bytes(
+    job: Job, choice: Choice, stages: Sequence[int], parameters: float
+) -> float:
+    """Return the bytes of a rank that stay unsharded between layers.
 
     These are the parameters of two chunks of a pipeline, and the gradients of one of several chunks;
-    or the tables, which stay whole for the step.
+    or the tables, which stay unsharded for the step.
     """
     if choice.shard != "parameters":
         return 0.0
@@ -145,7 +147,7 @@ def sharding_time(
 
 
 def gradients_time(
-    job: Job, choice: Choice, parameters: int, experts: int, *, hidden_behind: float
+    job: Job, choice: Choice, parameters: int, experts: int, *, hiding_s: float
 ) -> float:
     """Return the exposed seconds to sum the gradients over the replicas.
 
@@ -168,7 +170,7 @@ def gradients_time(
     layout = choice.layout
     if job.shape.tied and layout.last_stage_rank != layout.rank_of_stage(0):
         rows, columns = job.shape.head.table
-        # Two ranks exchange the whole table, in both directions at once.
+        # Two ranks exchange the full table, in both directions at once.
         tied = group_link(layout, job.cluster, "pipeline").send(
             job.trained * rows / choice.t * columns * gradient
         )
@@ -187,18 +189,18 @@ def gradients_time(
         if choice.shard == "parameters":
             # A computation of one chunk hides the gather of the next; nothing hides the first one.
             chunk = gathered / choice.v
-            later = max(0.0, chunk - hidden_behind / choice.v / 2)
+            later = max(0.0, chunk - hiding_s / choice.v / 2)
             exposed = chunk + (num_gathers(choice) - 1) * later
         else:
-            exposed = _exposed(gathered, choice, hidden_behind / 2)
+            exposed = _exposed(gathered, choice, hiding_s / 2)
         return (
             tied
-            + earlier * max(0.0, scattered - hidden_behind)
-            + _exposed(scattered, choice, hidden_behind)
+            + earlier * max(0.0, scattered - hiding_s)
+            + _exposed(scattered, choice, hiding_s)
             + exposed
         )
     return tied + _exposed(
-        sum(group.all_reduce(count * gradient) for group, count in summed), choice, hidden_behind
+        sum(group.all_reduce(count * gradient) for group, count in summed), choice, hiding_s
     )
 
 

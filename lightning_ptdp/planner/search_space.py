@@ -206,7 +206,7 @@ def _exchanges(job: Job, space: Space, layout: ParallelLayout) -> Iterator[Atten
 def _expert_splits(
     job: Job, space: Space, layout: ParallelLayout
 ) -> Iterator[ParallelLayout | UnfitSize]:
-    """Yield layouts with whole experts, and layouts with experts split over t ranks."""
+    """Yield layouts with unsplit experts, and layouts with experts split over t ranks."""
     t = layout.tensor_parallel_size
     experts = job.shape.experts
     sizes = space.expert_tensor_parallel_sizes

@@ -32,7 +32,7 @@ class Product:
         copied: Number of outputs for key and value heads, of which a rank has at least ``least``.
         least: Number of outputs that are not divided further.
         bias: Whether a bias is added.
-        whole: Whether it reads the whole sequence in spite of sequence parallelism, as in a mixture
+        full_sequence: Whether it reads the full sequence in spite of sequence parallelism, as in a mixture
             of experts.
         weighted: Whether its second operand is a parameter.
     """
@@ -45,7 +45,7 @@ class Product:
     copied: int = 0
     least: int = 0
     bias: bool = False
-    whole: bool = False
+    full_sequence: bool = False
     weighted: bool = True
 
     def local(self, t: int) -> tuple[int, int]:
@@ -111,13 +111,13 @@ class Bytes:
     """Bytes of a sample, by what divides them in addition to c.
 
     Attributes:
-        alike: Bytes that every rank of a tensor group has, or 1/t of them with sequence
+        replicated: Bytes that every rank of a tensor group has, or 1/t of them with sequence
             parallelism.
         split: Bytes that t divides.
         once: Bytes of a microbatch, independent of its number of samples; nothing divides them.
     """
 
-    alike: float = 0.0
+    replicated: float = 0.0
     split: float = 0.0
     once: float = 0.0
 
@@ -127,20 +127,22 @@ class Parameters:
     """Numbers of parameters.
 
     Attributes:
-        whole: Parameters that every rank has.
+        replicated: Parameters that every rank has.
         split: Parameters that t divides.
         copied: Parameters of key and value heads.
         heads: Number of key and value heads; a rank has at least one.
     """
 
-    whole: int = 0
+    replicated: int = 0
     split: int = 0
     copied: int = 0
     heads: int = 1
 
     def on(self, t: int) -> int:
         """Return the number of parameters on one of t ranks."""
-        return self.whole + self.split // t + self.copied * max(1, self.heads // t) // self.heads
+        return (
+            self.replicated + self.split // t + self.copied * max(1, self.heads // t) // self.heads
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +156,7 @@ class ExpertShape:
         chosen: k, experts that a token visits.
         hidden: h, channels of a token.
         width: f, inner channels of one expert.
-        gated: Whether the experts have a gate beside the inner channels, as in SwiGLU.
+        gated: Whether the experts have a gate in addition to the inner channels, as in SwiGLU.
         bias: Whether the experts have biases.
     """
 
@@ -322,7 +324,7 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        """Return the number of parameters of the whole model; a tied table is counted once."""
+        """Return the number of parameters of the model; a tied table is counted once."""
         return self._parameters(active=False)
 
     @property

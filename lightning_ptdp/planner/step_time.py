@@ -32,7 +32,7 @@ class StepTime:
         gradients: Exposed time to sum gradients over the replicas and to gather parameters.
         optimizer: The optimizer's step.
         sharing: Waiting for a core that other ranks use.
-        model_flops: Operations that the mathematics needs, of the whole job (``models/size.py``).
+        model_flops: Operations that the mathematics needs, of all devices (``models/size.py``).
         hardware_flops: ``model_flops`` plus the recomputed forward passes.
         world_size: Number of devices.
         peak: Operations per second of one device.
@@ -246,7 +246,7 @@ def _whole_step(
         job,
         choice,
         *fullest,
-        hidden_behind=slowest.backward if job.software.hides_gradients and job.overlaps else 0.0,
+        hiding_s=slowest.backward if job.software.hides_gradients and job.overlaps else 0.0,
     )
     optimizer = optimizer_time(job, choice, *fullest)
     if job.shared_cores:  # all ranks run these at the same time

@@ -72,7 +72,7 @@ def attention_time(
     heads, _ = attention.local_heads(choice.t)
     queries = choice.micro_batch_size * attention.queries / choice.c
     if job.fuses(attention) and device.measured is not None:
-        # Rates are measured with a causal mask, but given per operation of the whole square.
+        # Rates are measured with a causal mask, but given per operation of the full square.
         square = (
             choice.micro_batch_size
             / choice.c

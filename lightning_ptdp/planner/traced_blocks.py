@@ -5,7 +5,6 @@ Each kind of block runs once.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lightning_ptdp.base.errors import one_line
 from lightning_ptdp.parameters.structure_copies import without_tensors
 from lightning_ptdp.planner.operation_recorder import OperationRecorder, Trace, Weight
 from lightning_ptdp.planner.shapes import ExpertShape
@@ -49,7 +49,7 @@ class Following:
         module: The model, which stays unchanged.
         names: Names of the layers, in order.
         weights: Division of the parameters by their ``id``.
-        whole: Names of the modules that read the whole sequence under sequence parallelism.
+        full_sequence: Names of the modules that read the full sequence under sequence parallelism.
         samples: Number of samples in the batch.
         precision: Precision of the counted bytes.
         software: Software whose reads and writes are counted.
@@ -63,7 +63,7 @@ class Following:
     module: nn.Module
     names: Sequence[str]
     weights: Mapping[int, Weight]
-    whole: Sequence[str]
+    full_sequence: Sequence[str]
     samples: int
     precision: Precision
     software: Software
@@ -99,7 +99,7 @@ class Following:
             )
             if self.precision.casts:
                 stack.enter_context(torch.autocast("cpu", torch.bfloat16))
-            stack.enter_context(replacing_functions(recorder, on_cpu=self.on_cpu))
+            stack.enter_context(ReplacedFunctions(recorder, on_cpu=self.on_cpu))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(recorder)
             self._watch_all(model, recorder)
@@ -113,9 +113,9 @@ class Following:
             except Exception as error:
                 raise ValueError(
                     f"the forward of {type(self.module).__name__} cannot be traced without data: "
-                    f"'{self._running}' failed ({type(error).__name__}: "
-                    f"{str(error).splitlines()[0] if str(error) else ''}). Give the sizes of the "
-                    "model instead (ptdp plan --layers 24 --hidden 2048 --heads 16 --sequence 2048)"
+                    f"'{self._running}' failed ({type(error).__name__}: {one_line(error)}). Give "
+                    "the sizes of the model instead (ptdp plan --layers 24 --hidden 2048 --heads 16 "
+                    "--sequence 2048)"
                 ) from error
             if len(self.order) != len(self.names):
                 raise ValueError(
@@ -130,10 +130,10 @@ class Following:
             child.register_forward_pre_hook(
                 lambda _module, _args, name=name: setattr(self, "_running", name)
             )
-        for name in self.whole:
+        for name in self.full_sequence:
             child = model.get_submodule(name)
-            child.register_forward_pre_hook(lambda *_: setattr(recorder, "whole", True))
-            child.register_forward_hook(lambda *_: setattr(recorder, "whole", False))
+            child.register_forward_pre_hook(lambda *_: setattr(recorder, "full_sequence", True))
+            child.register_forward_hook(lambda *_: setattr(recorder, "full_sequence", False))
 
     def _fill(self, model: nn.Module) -> None:
         """Give the model tensors without values."""
@@ -238,7 +238,7 @@ def _experts(module: nn.Module) -> ExpertShape | None:
 # A replacement reads, writes and keeps as much as the operations that it replaces.
 
 
-class replacing_functions(TorchFunctionMode):  # noqa: N801, it is used as a context
+class ReplacedFunctions(TorchFunctionMode):
     """Attention as one operation, and on accelerators dropout that keeps one byte per element."""
 
     def __init__(self, recorder: OperationRecorder, *, on_cpu: bool) -> None:
@@ -249,24 +249,32 @@ class replacing_functions(TorchFunctionMode):  # noqa: N801, it is used as a con
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
+        kwargs = kwargs or {}
         if function is nn.functional.scaled_dot_product_attention:
-            names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-            arguments = dict(zip(names, args, strict=False)) | kwargs
-            self._recorder.attention(
-                arguments["query"],
-                arguments["key"],
-                arguments["value"],
-                causal=bool(arguments.get("is_causal")) and arguments.get("attn_mask") is None,
-                dropout=arguments.get("dropout_p", 0.0) > 0,
-            )
-            return _Attention.apply(self._recorder, *(arguments[name] for name in names[:3]))
+            return _attend(self._recorder, *args, **kwargs)
         if function is nn.functional.dropout and not self._on_cpu:
-            rate = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
-            training = args[2] if len(args) > 2 else kwargs.get("training", True)
-            if training and not math.isclose(rate, 0.0):
-                return torch.native_dropout(args[0] if args else kwargs["input"], rate, True)[0]
+            return _drop(*args, **kwargs)
         return function(*args, **kwargs)
+
+
+def _attend(
+    recorder: OperationRecorder,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **_: object,
+) -> Tensor:
+    causal = is_causal and attn_mask is None
+    recorder.attention(query, key, value, causal=causal, dropout=dropout_p > 0)
+    result: Tensor = _Attention.apply(recorder, query, key, value)
+    return result
+
+
+def _drop(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    return torch.native_dropout(input, p, True)[0] if training and p else input
 
 
 def replace_modules(model: nn.Module) -> None:

@@ -30,7 +30,7 @@ class ActionKind(StrEnum):
 
     FORWARD = "F"
     BACKWARD = "B"
-    """The whole backward, or only the input gradient in a schedule with ``WEIGHT`` actions."""
+    """The full backward, or only the input gradient in a schedule with ``WEIGHT`` actions."""
     WEIGHT = "W"
     """The gradient of the weights, in schedules that split the backward (arXiv 2401.10241)."""
     SEND_FORWARD = "SF"

@@ -203,7 +203,7 @@ def _program(order: Schedule, rank: int, receives: list[_Receive]) -> tuple[Acti
 # ---- Gathers of sharded parameters: times at which a rank holds a chunk unsharded ----------------
 #
 # A chunk is gathered one computation ahead of its use, so that the messages travel during that
-# computation. Once as many chunks are whole as are allowed, the one whose next use is farthest away
+# computation. Once as many chunks are gathered as are allowed, the one whose next use is farthest away
 # is freed first. No other order needs fewer gathers (L. A. Belady, A study of replacement
 # algorithms for a virtual-storage computer, 1966)::
 #
@@ -218,7 +218,7 @@ _USES = (ActionKind.FORWARD, ActionKind.BACKWARD)
 
 
 def with_gathers(schedule: Schedule, whole_chunks: int) -> Schedule:
-    """Add gathers to a full schedule; at most ``whole_chunks`` chunks of a rank are whole."""
+    """Add gathers to a full schedule; at most ``whole_chunks`` chunks of a rank are gathered."""
     programs = tuple(tuple(_gathered(program, whole_chunks)) for program in schedule.programs)
     gathered = dataclasses.replace(schedule, programs=programs)
     check_gathers(gathered)
@@ -231,30 +231,30 @@ def without_gathers(schedule: Schedule) -> Schedule:
 
 
 def check_gathers(schedule: Schedule) -> None:
-    """Check that every chunk is whole when it is used, and is freed in the end.
+    """Check that every chunk is gathered when it is used, and is freed in the end.
 
     Raises:
         ScheduleError: It is not; marks the action.
     """
     for rank, program in enumerate(schedule.programs):
-        whole: set[int] = set()
+        gathered: set[int] = set()
         for place, action in enumerate(program):
             stage = action.stage
             reason = ""
-            if action.kind is ActionKind.GATHER and stage in whole:
-                reason = f"{action} gathers a stage that is whole"
-            elif action.kind is ActionKind.FREE and stage not in whole:
-                reason = f"{action} frees a stage that is not whole"
-            elif action.kind in _USES and stage not in whole:
+            if action.kind is ActionKind.GATHER:
+                if stage in gathered:
+                    reason = f"{action} gathers a stage that is whole"
+                gathered.add(stage)
+            elif action.kind is ActionKind.FREE:
+                if stage not in gathered:
+                    reason = f"{action} frees a stage that is not whole"
+                gathered.discard(stage)
+            elif action.kind in _USES and stage not in gathered:
                 reason = f"{action} needs G{stage} before it, without D{stage} between them"
             if reason:
                 raise schedule_error(schedule, {rank: place}, reason)
-            if action.kind is ActionKind.GATHER:
-                whole.add(stage)
-            elif action.kind is ActionKind.FREE:
-                whole.remove(stage)
-        if whole:
-            reason = f"D{min(whole)} is missing"
+        if gathered:
+            reason = f"D{min(gathered)} is missing"
             raise schedule_error(schedule, {rank: len(program)}, reason)
 
 
@@ -264,16 +264,16 @@ def _gathered(program: tuple[Action, ...], whole_chunks: int) -> Iterator[Action
     upcoming: dict[int, list[int]] = {}
     for place in range(len(uses) - 1, -1, -1):
         upcoming.setdefault(uses[place], []).append(place)
-    whole: set[int] = set()
+    gathered: set[int] = set()
 
-    def make_whole(stage: int, running: int) -> Iterator[Action]:
-        if stage in whole:
+    def gather(stage: int, running: int) -> Iterator[Action]:
+        if stage in gathered:
             return
-        if len(whole) >= whole_chunks:
-            farthest = max(whole - {running}, key=lambda one: upcoming[one][-1])
-            whole.remove(farthest)
+        if len(gathered) >= whole_chunks:
+            farthest = max(gathered - {running}, key=lambda one: upcoming[one][-1])
+            gathered.remove(farthest)
             yield Action(ActionKind.FREE, farthest)
-        whole.add(stage)
+        gathered.add(stage)
         yield Action(ActionKind.GATHER, stage)
 
     place = 0
@@ -282,12 +282,12 @@ def _gathered(program: tuple[Action, ...], whole_chunks: int) -> Iterator[Action
             yield action
             continue
         stage = action.stage
-        yield from make_whole(stage, stage)
+        yield from gather(stage, stage)
         upcoming[stage].pop()
         place += 1
         if whole_chunks > 1 and place < len(uses):
-            yield from make_whole(uses[place], stage)
+            yield from gather(uses[place], stage)
         yield action
         if not upcoming[stage]:
-            whole.remove(stage)
+            gathered.remove(stage)
             yield Action(ActionKind.FREE, stage)

@@ -191,7 +191,7 @@ def _find_layer(name: str, layers: Sequence[str], names: Sequence[str]) -> int:
 
 
 def _as_integers(values: Sequence[float]) -> list[int]:
-    """Return the values times a common factor that makes all of them whole.
+    """Return the values times a common factor that makes all of them integers.
 
     The values are read as printed, so that 3 * 0.1 ties with 0.3.
     """

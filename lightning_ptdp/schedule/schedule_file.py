@@ -181,7 +181,7 @@ def _placed(path: str | Path, lines: list[_Line], order: Schedule, stages: int) 
 
 
 def _check_complete(
-    path: str | Path, lines: list[_Line], present: Container[Action], order: Schedule
+    path: str | Path, lines: list[_Line], existing: Container[Action], order: Schedule
 ) -> None:
     kinds = COMPUTE if order.splits_backward else COMPUTE[:2]
     stages = order.num_stages
@@ -189,7 +189,7 @@ def _check_complete(
     expected = itertools.starmap(
         Action, itertools.product(kinds, range(stages), range(microbatches))
     )
-    missing = next((action for action in expected if action not in present), None)
+    missing = next((action for action in expected if action not in existing), None)
     if missing is not None:
         line = lines[order.rank_of(missing.stage)].number
         raise ValueError(

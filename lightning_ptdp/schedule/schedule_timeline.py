@@ -42,7 +42,7 @@ _CURVE_INCHES = 0.8
 _TITLE_INCHES = 0.35
 _FOOT_INCHES = 0.6
 _AXIS_SHARE = 0.93
-"""Share of the width that the time axis takes, beside the names of the ranks."""
+"""Share of the width that the time axis takes; the names of the ranks take the rest."""
 _BOX_HEIGHT = 0.92
 _LANE_HEIGHT = 0.18
 

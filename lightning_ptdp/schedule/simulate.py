@@ -260,11 +260,11 @@ def _run(
     """Run one rank; yield each send that it must wait for."""
     clock: Number = 0
     gathered: Number = 0
-    whole: dict[int, Number] = {}
+    gathered_at: dict[int, Number] = {}
     for action in program:
         kind = action.kind
         if kind in COMPUTE:
-            start = max(clock, whole.get(action.stage, 0))
+            start = max(clock, gathered_at.get(action.stage, 0))
             if message := MESSAGES.get(kind):
                 receive = Action(message.receive, action.stage, action.microbatch)
                 if receive in traffic.posted:
@@ -277,7 +277,7 @@ def _run(
             spans.append(Span(action, start, clock))
         elif kind is ActionKind.GATHER:
             gathered = max(clock, gathered) + stage_costs[kind][action.stage]
-            whole[action.stage] = gathered
+            gathered_at[action.stage] = gathered
         elif message := TRANSFERS.get(kind):
             if kind is message.receive:
                 traffic.posted[action] = clock

@@ -1,4 +1,4 @@
-"""Proof, before a process exists, that a schedule computes the whole step and cannot hang.
+"""Proof, before a process exists, that a schedule computes the complete step and cannot hang.
 
 All ranks are run abstractly. An action is a number. A table lists the actions that must precede it,
 on its own rank and on the rank at the other end of its channel. The work is linear in the number of
@@ -44,7 +44,7 @@ def verify_schedule(schedule: Schedule, *, training: bool | None = None) -> tupl
       result is sent after it was computed;
     - is matched: on every channel the receives are posted in the order in which the messages are
       sent;
-    - gathers, if it has such actions: a stage's parameters are whole when it computes;
+    - gathers, if it has such actions: a stage's parameters are gathered when it computes;
     - cannot deadlock, even if a send blocks its rank until the receive is posted at the other end
       (rendezvous), and a receive blocks until the previous message of its channel is sent. A GPU
       whose streams share one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``) behaves like that:

@@ -115,13 +115,13 @@ class _Verification:
     Attributes:
         subject: Module, data and Trainer options to verify.
         case: The layout. After its first training it replays the captured batches.
-        whole: Batches of one process.
+        combined: Batches of one process.
         notes: Notes of the report.
     """
 
     subject: Subject
     case: Case
-    whole: Captured = field(default_factory=Captured)
+    combined: Captured = field(default_factory=Captured)
     notes: list[str] = field(default_factory=list)
 
     def report(self) -> Report:
@@ -140,7 +140,7 @@ class _Verification:
         trained = self._in_double(Comparison(ranks, self._one_process(self.case)))
         compared = trained.compared
         # The logged values of a step are those of its last batch only.
-        if self.whole.parts > 1:
+        if self.combined.parts > 1:
             logged = {diff.name for diff in compared if diff.kind == "logged value"}
             compared = [diff for diff in compared if diff.name not in logged]
         report = Report(
@@ -181,9 +181,9 @@ class _Verification:
         replicas = {rank.replica: rank.batches for rank in ranks}
         batches = [replicas[number] for number in sorted(replicas)]
         try:
-            self.whole = combine(batches, joined=True)
+            self.combined = combine(batches, joined=True)
         except (ValueError, RuntimeError) as error:
-            self.whole = combine(batches, joined=False)
+            self.combined = combine(batches, joined=False)
             self.notes.append(
                 "one process accumulates gradients over the replicas' batches, and logged "
                 f"values are not compared: {error}"
@@ -192,7 +192,7 @@ class _Verification:
         return ranks
 
     def _one_process(self, case: Case) -> Record:
-        return self.subject.train(case.only("", 1, [self.whole]))[0]
+        return self.subject.train(case.only("", 1, [self.combined]))[0]
 
     def _in_double(self, trained: Comparison) -> Comparison:
         """Repeat the training in float64 if rounding may cause or hide differences."""
@@ -256,7 +256,7 @@ class _Verification:
         first_of: dict[str, Difference] = {}
         losses: list[float] = []
         for letters, case in (
-            smaller_layouts(self.case, self.whole, microbatches=count) if repeats else ()
+            smaller_layouts(self.case, self.combined, microbatches=count) if repeats else ()
         ):
             try:
                 ranks = self.subject.train(case)
@@ -273,7 +273,7 @@ class _Verification:
             self._name_microbatch(trained.found, losses, count)
         per_step = len(alone.numbers["loss", 0, ""][""])
         # A step of -1 is before the first step.
-        batch = self.whole.lists["train", 0][: per_step * first.step + per_step or 1][-1]
+        batch = self.combined.lists["train", 0][: per_step * first.step + per_step or 1][-1]
         evidence = Evidence(
             first=first, first_of=first_of, alone=alone, losses=losses, batch=batch, repeats=repeats
         )

@@ -29,7 +29,7 @@ class Captured:
 
     Attributes:
         lists: ("train", epoch) or ("validation", loader) -> batches.
-        length: Number of batches in a whole training epoch; infinite if the loader has no length.
+        length: Number of batches in a full training epoch; infinite if the loader has no length.
         parts: Number of batches that make up one batch of the layout.
     """
 

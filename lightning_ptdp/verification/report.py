@@ -170,7 +170,7 @@ class Evidence:
         first_of: Axes that differ alone -> their first difference.
         alone: Record of one process.
         losses: Losses of the first step's microbatches, in one process with as many microbatches as
-            the whole layout has.
+            the full layout has.
         batch: The last batch of the first differing step in one process.
         repeats: True if two runs of one process give the same values.
     """

@@ -99,25 +99,28 @@ class Case:
 
 
 def smaller_layouts(
-    case: Case, whole: Captured, *, microbatches: int
+    case: Case, combined: Captured, *, microbatches: int
 ) -> Iterator[tuple[str, Case]]:
     """Yield (axes, training) with one axis of the layout at a time.
 
     Args:
-        case: The whole layout.
-        whole: Batches of one process.
+        case: The full layout.
+        combined: Batches of one process.
         microbatches: Number of microbatches in one batch of a replica.
     """
     layout = case.layout
     replicas = layout.num_replicas
-    count = microbatches * replicas // whole.parts
+    count = microbatches * replicas // combined.parts
     if microbatches > 1 or replicas > 1:
-        yield "m", case.only("m", 1, [whole], micro_batch_size=None, num_microbatches=max(count, 2))
+        yield (
+            "m",
+            case.only("m", 1, [combined], micro_batch_size=None, num_microbatches=max(count, 2)),
+        )
     for axis in AXES:
         size = layout.size(axis.name)
         if axis.reads != "samples" and size > 1:
             options = {"num_microbatches": count} if axis.name == "pipeline" else {}
-            yield axis.letter, case.only(axis.letter, size, [whole], **options)
+            yield axis.letter, case.only(axis.letter, size, [combined], **options)
     if replicas > 1:
         axes = "de" if layout.size("expert") > 1 else "d"
         yield axes, case.only(axes, replicas, case.batches)
@@ -165,7 +168,7 @@ class Subject:
         ]
 
     def fits_one_process(self) -> bool:
-        """Return True if one process can hold the whole model."""
+        """Return True if one process can hold the full model."""
         return bool(self._run(self._measure, 1, name="measuring the model")[0])
 
     def _run(

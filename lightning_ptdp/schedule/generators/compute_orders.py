@@ -277,7 +277,7 @@ def dualpipe_v(p: int, v: int, m: int) -> Orders:
     DualPipe feeds microbatches from both ends into two copies of the model. Cut in half, its
     mirrored half becomes the way back up the V. Weight gradients are deferred only among the last
     backwards, where they fill gaps. Everywhere else W follows its B at once and is a part of the
-    paper's whole backward.
+    paper's full backward.
 
     For m >= 2p a rank holds 2p+1 activations of a chunk each. The paper runs the forward and the
     backward of a pair at the same time, to hide the messages of expert parallelism. Here one

@@ -65,7 +65,7 @@ def build_schedule(
         group_size: For interleaved 1F1B: maximum number of microbatches that visit a chunk before
             the next chunk's turn; p or more, by default p. The strategy's
             ``microbatch_group_size``.
-        whole_chunks: Chunks of a rank that may be whole at a time if parameters are sharded; adds
+        whole_chunks: Chunks of a rank that may be gathered at a time if parameters are sharded; adds
             gathers (lowering.py).
 
     Raises:
@@ -157,7 +157,7 @@ def schedule_name(name: str | CustomSchedule, virtual_pipeline_size: int) -> str
 
 
 def _found(name: str | CustomSchedule, v: int = 1) -> CustomSchedule | Schedule:
-    """Return the known part of a schedule before its sizes; for a file the whole schedule.
+    """Return the known part of a schedule before its sizes; for a file the full schedule.
 
     Raises:
         ValueError: An unknown name, or a file that is not a schedule.

@@ -78,7 +78,7 @@ class ScheduleFamily(CustomSchedule):
         held: (p, v, m, rank) -> maximum number of activations (a microbatch in one stage) that the
             rank holds; an upper bound.
         bubble: (p, v, F, B, W) -> idle seconds of a rank in a step. F, B and W are the times of the
-            rank's whole forward, of its whole backward, and of the weight gradients in that
+            rank's full forward, of its full backward, and of the weight gradients in that
             backward.
         waits: (p, v, m) -> number of messages that the step waits for.
     """
