@@ -65,7 +65,7 @@ def failed(subject: str, found: str, remedy: str) -> Check:
     return Check(subject=subject, status=Status.FAILED, found=found, remedy=remedy)
 
 
-# ---- Checks of cores, memory and open files -------------------------------------------------------
+# ---- Checks of cores, memory and open files ------------------------------------------------------
 
 
 _GIB = 2**30

@@ -17,7 +17,7 @@ import numpy as np
 
 from lightning_ptdp.planner.devices import Cluster, Link
 from lightning_ptdp.planner.job import Choice, Job
-from lightning_ptdp.planner.pass_time import ProductTime
+from lightning_ptdp.planner.pass_time import PassTime, waits
 from lightning_ptdp.planner.shapes import LayerShape, Product
 from lightning_ptdp.world.layout import ParallelLayout
 
@@ -170,8 +170,8 @@ def _between(points: Sequence[tuple[int, float]], nbytes: float) -> float:
 
 
 def tensor_collectives(
-    job: Job, choice: Choice, products: Sequence[Product], times: Sequence[ProductTime]
-) -> tuple[float, float, int]:
+    job: Job, choice: Choice, products: Sequence[Product], times: Sequence[PassTime]
+) -> tuple[PassTime, int]:
     """Return the waiting time of both passes, and the number of collectives per forward.
 
     Without sequence parallelism, each half of the layer has an all-reduce in each direction. If the
@@ -192,14 +192,14 @@ def tensor_collectives(
         sequence = choice.layout.sequence_parallel and not product.full_sequence
         seconds = group.all_gather(nbytes) if sequence else group.all_reduce(nbytes)
         if enters:
-            passes = [time.weight_gradient, *([time.input_gradient] if sequence else [])]
+            passes = [time.weight, *([time.backward - time.weight] if sequence else [])]
             backward += sum(max(0.0, seconds - hiding) if hides else seconds for hiding in passes)
         elif sequence:
             backward += seconds
         if sequence or not enters:
             forward += seconds
             count += 1
-    return forward, backward, count
+    return waits(forward, backward), count
 
 
 def expert_collectives(job: Job, choice: Choice, layer: LayerShape) -> tuple[float, int]:
@@ -220,8 +220,8 @@ def expert_collectives(job: Job, choice: Choice, layer: LayerShape) -> tuple[flo
     return seconds + group.all_gather(nbytes), 2
 
 
-def transposes(job: Job, choice: Choice, products: Iterable[Product]) -> tuple[float, float]:
-    """Return the seconds of a layer's passes to transpose the sequence for collectives.
+def transposes(job: Job, choice: Choice, products: Iterable[Product]) -> PassTime:
+    """Return the time of a layer's passes to transpose the sequence for collectives.
 
     Collectives concatenate along the first dimension. Our sequence dimension is the second one, so
     it is moved to the front and back. This is a copy if there are several samples.
@@ -230,12 +230,12 @@ def transposes(job: Job, choice: Choice, products: Iterable[Product]) -> tuple[f
     if not (
         choice.layout.sequence_parallel and job.software.batch_first and choice.micro_batch_size > 1
     ):
-        return forward, backward
+        return PassTime()
     for product in products:
         seconds = 2 * _shared_bytes(job, choice, product) / job.device.stream
         forward += seconds
         backward += 2 * seconds if product.cut == "outputs" else seconds
-    return forward, backward
+    return PassTime(forward=forward, backward=backward)
 
 
 def late_biases(job: Job, choice: Choice, products: Iterable[Product]) -> float:

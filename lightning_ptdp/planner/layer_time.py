@@ -17,11 +17,11 @@ from lightning_ptdp.planner.communication import (
 )
 from lightning_ptdp.planner.job import Choice, Job
 from lightning_ptdp.planner.pass_time import (
-    NO_PRODUCT,
     NOTHING,
     PassTime,
     num_logits,
     product_passes,
+    waits,
 )
 from lightning_ptdp.planner.replica_cost import sharding_time
 from lightning_ptdp.planner.shapes import ExpertShape, LayerShape
@@ -51,71 +51,61 @@ def layer_time(job: Job, choice: Choice, layer: LayerShape | None = None) -> Pas
     software = job.software
     stream = _layer_stream(job, layer)
     products = [
-        product_passes(job, choice, product, float8=job.software.float8)
-        for product in layer.products
+        product_passes(job, choice, product, float8=software.float8) for product in layer.products
     ]
-    cores = [attention_time(job, choice, attention) for attention in layer.attentions]
-    core, core_backward, exposed, exposed_backward = (
-        (sum(parts) for parts in zip(*cores, strict=True)) if cores else (0.0,) * 4
-    )
-    sent, sent_backward, collectives = tensor_collectives(job, choice, layer.products, products)
+    attention = sum((attention_time(job, choice, item) for item in layer.attentions), NOTHING)
+    waiting, collectives = tensor_collectives(job, choice, layer.products, products)
     operations = software.operations + len(layer.attentions) * exchange_operations(choice)
     experts = NOTHING
     if layer.experts is not None:
         experts = _expert_passes(job, choice, layer.experts, stream)
         operations += _expert_operations(job, choice, layer.experts)
-        expert_sent, count = expert_collectives(job, choice, layer)
+        sent, count = expert_collectives(job, choice, layer)
         collectives += count
-        sent += expert_sent
-        sent_backward += expert_sent
-    moved, moved_backward = transposes(job, choice, layer.products)
+        waiting += waits(sent, sent)
+    accumulated = _accumulation(job, choice, layer)
+    between = choice.bytes_of(layer.forward) + late_biases(job, choice, layer.products)
+    elementwise = PassTime(
+        forward=between / stream,
+        backward=choice.bytes_of(layer.backward) / stream + accumulated,
+        weight=accumulated,
+    )
+    copies = transposes(job, choice, layer.products)
+    total = sum([*products, attention, elementwise, copies, waiting, experts], NOTHING)
 
     measured = job.device.measured
     operation_s = software.operation_s if measured is None else measured.operation_s
     host = operation_s * (operations + _COLLECTIVE_OPERATIONS * collectives)
-    between = choice.bytes_of(layer.forward) + late_biases(job, choice, layer.products)
-    between_backward = choice.bytes_of(layer.backward)
-    product = sum(products, NO_PRODUCT)
-    forward = product.forward + core + between / stream + moved + sent + exposed
-    forward += experts.forward + experts.dispatch
-    forward = _host_and_device(job, host, forward)
-    waited = sent + exposed
-    weight = product.weight_gradient + experts.weight + _accumulation(job, choice, layer)
-    backward = product.input_gradient + weight + core_backward + between_backward / stream
-    backward += experts.backward - experts.weight + experts.dispatch
-    backward = _host_and_device(
-        job, 2 * host, backward + moved_backward + sent_backward + exposed_backward
-    )
+    forward = _host_and_device(job, host, total.forward + experts.dispatch)
+    backward = _host_and_device(job, 2 * host, total.backward + experts.dispatch)
+    waiting_back = total.waiting_back
     recomputes = choice.recompute == "full"
     if recomputes:
-        backward = backward + forward
-        waited = 2 * waited
+        backward += forward
+        waiting_back += total.waiting
     elif choice.recompute == "selective":
-        backward += _selected(job, product.forward, core, between / stream)
-    forward, backward, weight = (
-        software.slower * seconds for seconds in (forward, backward, weight)
-    )
+        if software.again is None:
+            backward += attention.forward - attention.waiting
+        else:
+            backward += software.again * sum(time.forward for time in products) + between / stream
+    forward *= software.slower
+    backward *= software.slower
     gathered, scattered = sharding_time(job, choice, layer, forward, backward)
     return PassTime(
         forward=forward + gathered,
         backward=backward + scattered,
-        weight=weight,
-        communication=waited + sent_backward + exposed_backward + gathered + scattered,
+        weight=software.slower * total.weight,
+        waiting=total.waiting + gathered,
+        waiting_back=waiting_back + scattered,
         experts=(1 + recomputes) * experts.forward + experts.backward,
         dispatch=(2 + recomputes) * experts.dispatch,
     )
 
 
-def _selected(job: Job, products: float, attention: float, between: float) -> float:
-    """Return the seconds of the operations that selective recomputation repeats."""
-    share = job.software.again
-    return attention if share is None else share * products + between
-
-
 def _expert_passes(job: Job, choice: Choice, experts: ExpertShape, stream: float) -> PassTime:
     """Return the time of a layer's experts with the operations between their products."""
     read, read_back = expert_traffic(experts, job, choice)
-    between = PassTime(forward=read / stream, backward=read_back / stream, weight=0.0)
+    between = PassTime(forward=read / stream, backward=read_back / stream)
     return expert_time(experts, job, choice) + between
 
 
@@ -156,8 +146,7 @@ def input_time(job: Job, choice: Choice) -> PassTime:
     first = job.shape.input
     stream = job.device.stream
     nbytes = choice.samples * job.shape.runs[0][1].crossing
-    products = (product_passes(job, choice, product) for product in first.products)
-    total = sum(products, NO_PRODUCT)
+    products = sum((product_passes(job, choice, item) for item in first.products), NOTHING)
     table = (
         job.trained
         * first.table_elements(choice.t)
@@ -170,13 +159,13 @@ def input_time(job: Job, choice: Choice) -> PassTime:
             summed = gathered = group.all_gather(nbytes)
         else:
             summed = group.all_reduce(nbytes)
-    weight = total.weight_gradient
-    return PassTime(
-        forward=total.forward + choice.bytes_of(first.forward) / stream + summed,
-        backward=weight + (choice.bytes_of(first.backward) + table) / stream + gathered,
-        weight=weight,
-        communication=summed + gathered,
+    time = PassTime(
+        forward=products.forward + choice.bytes_of(first.forward) / stream,
+        # no gradient of the input
+        backward=products.weight + (choice.bytes_of(first.backward) + table) / stream,
+        weight=products.weight,
     )
+    return time + waits(summed, gathered)
 
 
 def head_time(job: Job, choice: Choice) -> PassTime:
@@ -184,20 +173,14 @@ def head_time(job: Job, choice: Choice) -> PassTime:
     head = job.shape.head
     stream = job.device.stream
     products = [product_passes(job, choice, product) for product in head.products]
-    gathered, exposed, _ = tensor_collectives(job, choice, head.products, products)
-    total = sum(products, NO_PRODUCT)
-    weight = total.weight_gradient
-    weight += job.trained * head.elements(choice.t) * job.software.accumulation / stream
-    logits = num_logits(job, choice)
+    waiting, _ = tensor_collectives(job, choice, head.products, products)
+    accumulated = job.trained * head.elements(choice.t) * job.software.accumulation / stream
     measured = job.device.measured
-    loss = logits * job.software.loss / (stream if measured is None else measured.loss)
-    return PassTime(
-        forward=total.forward + loss / 3 + gathered + choice.bytes_of(head.forward) / stream,
-        backward=total.input_gradient
-        + weight
-        + 2 / 3 * loss
-        + exposed
-        + choice.bytes_of(head.backward) / stream,
-        weight=weight,
-        communication=exposed + gathered,
+    loss = num_logits(job, choice) * job.software.loss
+    loss /= stream if measured is None else measured.loss
+    elementwise = PassTime(
+        forward=loss / 3 + choice.bytes_of(head.forward) / stream,
+        backward=2 / 3 * loss + choice.bytes_of(head.backward) / stream + accumulated,
+        weight=accumulated,
     )
+    return sum([*products, elementwise, waiting], NOTHING)

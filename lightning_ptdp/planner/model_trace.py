@@ -1,4 +1,4 @@
-"""The shape of any model, traced from its forward.
+"""The shape of any model, traced from its forward, and arguments to call the model with.
 
 The module runs on tensors without data. Its blocks run alone with their backward, once per kind
 (class, parameters, sizes of the inputs). The operations before and after the blocks are the ends.
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_ptdp.pipeline.containers import layers_of, multiply_adds
 from lightning_ptdp.pipeline.discover import find_parts
@@ -206,7 +206,7 @@ def _kept(storages: Iterable[tuple[int, bool]]) -> Bytes:
     return replace(_per_sample(amounts), once=once)
 
 
-# ---- Arguments to call a model with when it runs without data -------------------------------------
+# ---- Arguments to call a model with when it runs without data ------------------------------------
 
 
 Example = Tensor | tuple[Any, ...] | Mapping[str, Any]
@@ -238,10 +238,8 @@ def call_with(module: nn.Module, example: Example | None, *, sequence_length: in
         return lambda model, samples: _call(model, _sized(inputs, samples))
     for name, child in module.named_modules():
         if isinstance(getattr(child, "dummy_inputs", None), Mapping):
-            if (input_key := getattr(child, "main_input_name", "input_ids")) not in (
-                "input_ids",
-                "pixel_values",
-            ):
+            input_key = getattr(child, "main_input_name", "input_ids")
+            if input_key not in ("input_ids", "pixel_values"):
                 raise ValueError(
                     f"{type(child).__name__} takes {input_key}. Pass example=, an example input of "
                     "its forward, to plan"
@@ -300,14 +298,10 @@ def _call(model: nn.Module, example: Example) -> object:
 
 
 def _sized(example: Any, samples: int) -> Any:
-    return tree_map(
-        lambda leaf: (
-            torch.zeros((samples, *leaf.shape[1:]), dtype=leaf.dtype)
-            if isinstance(leaf, Tensor)
-            else leaf
-        ),
-        example,
-    )
+    def sized(tensor: Tensor) -> Tensor:
+        return torch.zeros((samples, *tensor.shape[1:]), dtype=tensor.dtype)
+
+    return tree_map_only(Tensor, sized, example)
 
 
 def _inputs(model: nn.Module, samples: int, length: int) -> dict[str, Any]:

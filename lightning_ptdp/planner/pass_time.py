@@ -14,65 +14,58 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Self
 
 from lightning_ptdp.planner.devices import Device
 from lightning_ptdp.planner.job import Choice, Job
 from lightning_ptdp.planner.shapes import Product
 
 
-class _Added:
-    """Base class of times that consist of several parts and are added part by part."""
-
-    def __add__(self, other: Self) -> Self:
-        return type(self)(
-            **{name: value + getattr(other, name) for name, value in vars(self).items()}
-        )
-
-
 @dataclass(frozen=True, kw_only=True)
-class PassTime(_Added):
-    """Seconds of one microbatch.
+class PassTime:
+    """Seconds of one microbatch in a part of the model. The times of parts are added.
 
     Attributes:
         forward: The forward pass.
         backward: The backward pass, including recomputation and weight gradients.
         weight: Part of ``backward`` for the gradients of the weights, which a schedule may defer.
-        communication: Part of both passes that waits for collectives, except those of experts.
+        waiting: Part of ``forward`` that waits for collectives, except those of experts.
+        waiting_back: Part of ``backward`` that waits for them.
         experts: Part of both passes for the products of experts.
         dispatch: Part of both passes for the all-to-alls of experts.
     """
 
-    forward: float
-    backward: float
-    weight: float
-    communication: float = 0.0
+    forward: float = 0.0
+    backward: float = 0.0
+    weight: float = 0.0
+    waiting: float = 0.0
+    waiting_back: float = 0.0
     experts: float = 0.0
     dispatch: float = 0.0
+
+    def __add__(self, other: PassTime) -> PassTime:
+        return PassTime(
+            **{name: value + getattr(other, name) for name, value in vars(self).items()}
+        )
 
     def times(self, count: float) -> PassTime:
         """Return the time of ``count`` such passes in sequence."""
         return PassTime(**{name: count * value for name, value in vars(self).items()})
 
-
-NOTHING = PassTime(forward=0.0, backward=0.0, weight=0.0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProductTime(_Added):
-    """Seconds of one product and of the products of its backward."""
-
-    forward: float
-    input_gradient: float
-    weight_gradient: float
+    @property
+    def communication(self) -> float:
+        """Return the part of both passes that waits for collectives, except those of experts."""
+        return self.waiting + self.waiting_back
 
 
-NO_PRODUCT = ProductTime(forward=0.0, input_gradient=0.0, weight_gradient=0.0)
+NOTHING = PassTime()
 
 
-def product_passes(
-    job: Job, choice: Choice, product: Product, *, float8: bool = False
-) -> ProductTime:
+def waits(forward: float, backward: float) -> PassTime:
+    """Return the time of collectives for which both passes wait."""
+    return PassTime(forward=forward, backward=backward, waiting=forward, waiting_back=backward)
+
+
+def product_passes(job: Job, choice: Choice, product: Product, *, float8: bool = False) -> PassTime:
     """Return the time of (rows, inputs) times (inputs, outputs), and of its gradients."""
     device = job.device
     width = job.precision.compute
@@ -89,10 +82,11 @@ def product_passes(
         cast = rows * inputs * read / device.stream
         cast_back = (rows * outputs * (read + 2) + rows * inputs * 2) / device.stream
     trained = job.trained if product.weighted else 1
-    return ProductTime(
+    weight = trained * product_time(device, width, outputs, inputs, rows)
+    return PassTime(
         forward=cast + product_time(device, width, rows, outputs, inputs),
-        input_gradient=cast_back + product_time(device, width, rows, inputs, outputs),
-        weight_gradient=trained * product_time(device, width, outputs, inputs, rows),
+        backward=cast_back + product_time(device, width, rows, inputs, outputs) + weight,
+        weight=weight,
     )
 
 

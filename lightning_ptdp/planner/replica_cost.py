@@ -8,10 +8,10 @@ scattered once per microbatch (torch's FSDP2: foreach_all_gather, foreach_reduce
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from lightning_ptdp.planner.communication import group_link
+from lightning_ptdp.planner.communication import GroupLink, group_link
 from lightning_ptdp.planner.job import Choice, Job
 from lightning_ptdp.planner.shapes import LayerShape
 from lightning_ptdp.planner.sublayer_cost import expert_link, expert_shards
@@ -24,8 +24,8 @@ def static_bytes(
 
     These bytes do not depend on the microbatches. With a sharded optimizer, a rank keeps the state
     of 1/(d c) of its parameters: 6 + 12/d bytes per parameter in half precision. With sharded
-    gradients it keeps 1/(d c) of these too, 2 + 16/d bytes, and with sharded parameters 18/d. Experts are held by d c / e ranks each,
-    so a rank keeps e/(d c) of theirs.
+    gradients it keeps 1/(d c) of these too, 2 + 16/d bytes, and with sharded parameters 18/d.
+    Experts are held by d c / e ranks each, so a rank keeps e/(d c) of theirs.
 
     Args:
         job: Precision and software.
@@ -156,18 +156,19 @@ def gradients_time(
     are summed over the ranks with the same experts. They are also summed over the tensor-parallel
     ranks if each of these had a part of the tokens.
     """
-    groups = (
-        group_link(choice.layout, job.cluster, "replica_sum"),
-        expert_link(job, choice, "expert_replicas"),
+    layout = choice.layout
+    replicas = group_link(layout, job.cluster, "replica_sum")
+    sums = (
+        (replicas, parameters - experts),
+        (expert_link(job, choice, "expert_replicas"), experts),
     )
-    summed = [
-        (group, job.trained * count)
-        for group, count in zip(groups, (parameters - experts, experts), strict=True)
-    ]
     weight = job.precision.weight
     gradient = job.gradient
+
+    def seconds(collective: Callable[[GroupLink, float], float], width: int) -> float:
+        return sum(collective(group, job.trained * count * width) for group, count in sums)
+
     tied = 0.0
-    layout = choice.layout
     if job.shape.tied and layout.last_stage_rank != layout.rank_of_stage(0):
         rows, columns = job.shape.head.table
         # Two ranks exchange the full table, in both directions at once.
@@ -181,27 +182,21 @@ def gradients_time(
     # those of layers are part of their passes; nothing hides those of tables
     if gathers_layers(job, choice):
         table = job.shape.input.table_elements(choice.t)
-        return tied + groups[0].all_gather(table * weight) + groups[0].all_gather(table * gradient)
-    if choice.shard != "none":
-        scattered = sum(group.all_gather(count * gradient) for group, count in summed)
-        gathered = sum(group.all_gather(count * weight) for group, count in summed)
-        earlier = choice.num_microbatches - 1 if choice.shard != "optimizer" else 0
-        if choice.shard == "parameters":
-            # A computation of one chunk hides the gather of the next; nothing hides the first one.
-            chunk = gathered / choice.v
-            later = max(0.0, chunk - hiding_s / choice.v / 2)
-            exposed = chunk + (num_gathers(choice) - 1) * later
-        else:
-            exposed = _exposed(gathered, choice, hiding_s / 2)
-        return (
-            tied
-            + earlier * max(0.0, scattered - hiding_s)
-            + _exposed(scattered, choice, hiding_s)
-            + exposed
-        )
-    return tied + _exposed(
-        sum(group.all_reduce(count * gradient) for group, count in summed), choice, hiding_s
-    )
+        return tied + replicas.all_gather(table * weight) + replicas.all_gather(table * gradient)
+    if choice.shard == "none":
+        return tied + _exposed(seconds(GroupLink.all_reduce, gradient), choice, hiding_s)
+    scattered = seconds(GroupLink.all_gather, gradient)
+    gathered = seconds(GroupLink.all_gather, weight)
+    earlier = choice.num_microbatches - 1 if choice.shard != "optimizer" else 0
+    if choice.shard == "parameters":
+        # A computation of one chunk hides the gather of the next; nothing hides the first one.
+        chunk = gathered / choice.v
+        later = max(0.0, chunk - hiding_s / choice.v / 2)
+        exposed = chunk + (num_gathers(choice) - 1) * later
+    else:
+        exposed = _exposed(gathered, choice, hiding_s / 2)
+    exposed += earlier * max(0.0, scattered - hiding_s) + _exposed(scattered, choice, hiding_s)
+    return tied + exposed
 
 
 def _exposed(seconds: float, choice: Choice, pass_s: float) -> float:

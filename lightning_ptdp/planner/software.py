@@ -240,7 +240,7 @@ def find_software(name: str) -> Software:
     raise ValueError(f"software={name!r} is unknown. {hint}It must be one of {', '.join(SOFTWARE)}")
 
 
-# ---- Bytes per element under Lightning's precisions ---------------------------------------------
+# ---- Bytes per element under Lightning's precisions ----------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -202,7 +202,7 @@ def _stages(job: Job, choice: Choice) -> list[PassTime]:
     """
     layers = {id(layer): layer_time(job, choice, layer) for _, layer in job.shape.runs}
     blocked = 0.0 if _hides_messages(job) else _message(job, choice)
-    message = PassTime(forward=blocked, backward=blocked, weight=0.0)
+    message = PassTime(forward=blocked, backward=blocked)
     stage_runs = [
         tuple((count, id(layer)) for count, layer in stage.runs)
         for stage in job_stages(job, choice.layout)

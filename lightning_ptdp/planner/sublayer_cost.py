@@ -8,7 +8,7 @@ from typing import Literal
 from lightning_ptdp.attention import ATTENTIONS, AttentionTraffic
 from lightning_ptdp.planner.communication import GroupLink, group_link, strided_link
 from lightning_ptdp.planner.job import Choice, Job
-from lightning_ptdp.planner.pass_time import PassTime, product_time
+from lightning_ptdp.planner.pass_time import PassTime, product_time, waits
 from lightning_ptdp.planner.shapes import AttentionShape, ExpertShape
 
 # ---- Attentions ----------------------------------------------------------------------------------
@@ -59,13 +59,8 @@ def core_bytes(job: Job, choice: Choice, attention: AttentionShape) -> float:
     return input_bytes(job, choice, attention) + scores
 
 
-def attention_time(
-    job: Job, choice: Choice, attention: AttentionShape
-) -> tuple[float, float, float, float]:
-    """Return the seconds of an attention's passes, and the seconds of context parallelism.
-
-    The result is (forward, backward, added to the forward, added to the backward).
-    """
+def attention_time(job: Job, choice: Choice, attention: AttentionShape) -> PassTime:
+    """Return the time of an attention's passes, with the waiting for context parallelism."""
     device = job.device
     software = job.software
     width = job.precision.compute
@@ -100,7 +95,8 @@ def attention_time(
         forward = scores + values + read / device.stream
         # Each of a product's two gradients has the shape of this product or of the other one.
         backward = 2 * (scores + values) + read_back / device.stream
-    return forward, backward, *exchange_time(job, choice, attention, forward, backward)
+    exchanged = exchange_time(job, choice, attention, forward, backward)
+    return PassTime(forward=forward, backward=backward) + waits(*exchanged)
 
 
 def _traffic(
@@ -175,9 +171,9 @@ def exchange_time(
 # ---- Experts of a mixture: exchanged rows, grouped products, copies ------------------------------
 #
 # With n tokens per rank and k experts per token, r = n k rows leave each rank. If the experts are
-# equally busy, r rows arrive at each rank. The fullest rank receives ``imbalance`` times as many, and
-# the other ranks wait for it. Shapes: h channels, f inner channels, E experts, e ranks that share
-# them; w bytes per element::
+# equally busy, r rows arrive at each rank. The fullest rank receives ``imbalance`` times as many,
+# and the other ranks wait for it. Shapes: h channels, f inner channels, E experts, e ranks that
+# share them; w bytes per element::
 #
 #     all-to-all  r h w (e - 1) / e bytes leave a rank, four times: to the experts and back, and
 #                 their gradients

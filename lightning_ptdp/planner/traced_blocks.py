@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_ptdp.base.errors import one_line
 from lightning_ptdp.parameters.structure_copies import without_tensors
@@ -205,14 +205,12 @@ def _tensors(values: Any) -> list[Tensor]:
 def _like(values: Any) -> Any:
     """Return the values with new tensors that have no history."""
 
-    def new(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        if not leaf.requires_grad:
-            return leaf.detach()
-        return torch.empty_like(leaf.detach()).requires_grad_()
+    def new(tensor: Tensor) -> Tensor:
+        if not tensor.requires_grad:
+            return tensor.detach()
+        return torch.empty_like(tensor.detach()).requires_grad_()
 
-    return tree_map(new, values)
+    return tree_map_only(Tensor, new, values)
 
 
 def _experts(module: nn.Module) -> ExpertShape | None:

@@ -146,7 +146,7 @@ def _curve(spans: tuple[Span, ...]) -> MemoryCurve:
     return MemoryCurve(tuple(zip(times, in_flight(span.action for span in spans), strict=True)))
 
 
-# ---- Simulation --------------------------------------------------------------------------------
+# ---- Simulation ----------------------------------------------------------------------------------
 
 
 _TIMED = (*COMPUTE, ActionKind.REDUCE, ActionKind.GATHER)

@@ -238,7 +238,7 @@ def _numbered(order: Schedule, times: UnitTimes) -> list[list[int]]:
     return programs
 
 
-# ---- Weight gradients in the idle units of a run --------------------------------------------------
+# ---- Weight gradients in the idle units of a run -------------------------------------------------
 
 
 Orders = tuple[tuple[Action, ...], ...]

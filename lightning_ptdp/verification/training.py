@@ -126,7 +126,7 @@ def smaller_layouts(
         yield axes, case.only(axes, replicas, case.batches)
 
 
-# ---- Execution of a training ----------------------------------------------------------------------
+# ---- Execution of a training ---------------------------------------------------------------------
 
 
 class VerificationError(PTDPError, RuntimeError):

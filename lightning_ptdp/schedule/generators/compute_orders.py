@@ -75,7 +75,7 @@ def in_groups(
     return in_turns(stages, m, (" ".join(words), 1))
 
 
-# ---- Schedules in which forwards and backwards alternate -------------------------------------------
+# ---- Schedules in which forwards and backwards alternate -----------------------------------------
 
 
 def one_f_one_b(p: int, v: int, m: int) -> Orders:
