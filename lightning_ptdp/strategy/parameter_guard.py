@@ -42,13 +42,15 @@ from lightning_ptdp.pipeline.placeholders import Placeholder
 from lightning_ptdp.shims.torch import has_compiled_parts
 from lightning_ptdp.strategy.users_code import (
     LIBRARIES,
+    collectives_in,
     frames,
     is_called_by_this_package,
     is_saved,
     names_in,
+    refusing_world_collectives,
     running_module,
 )
-from lightning_ptdp.strategy.world_collectives import collectives_in, refusing_world_collectives
+from lightning_ptdp.world.layout import ParallelLayout
 
 _INSIDE = ("_call_impl", "_named_members")
 """Functions of torch around a forward and a loop over parameters."""
@@ -68,15 +70,14 @@ class ParameterGuard:
     Args:
         module: The LightningModule, cut.
         parameters: Its parameters.
-        options: Options that divide it, for the message.
-        refuse: Raises the error for a collective over all processes in a step. None: such
-            collectives are allowed.
-        shares: True if several ranks work on one replica.
+        layout: The layout that divides it.
+        refuse: Raises the error for a collective over all processes in a step, which is refused
+            under a pipeline.
 
     Attributes:
         hook: The user's step that runs, if any.
         module: The LightningModule.
-        options: As given.
+        options: Description of the layout, for messages.
         owners: Parameter -> modules that have it as an attribute.
     """
 
@@ -84,27 +85,28 @@ class ParameterGuard:
         self,
         module: nn.Module,
         parameters: ManagedParameters,
-        options: str,
+        layout: ParallelLayout,
         *,
-        refuse: Callable[[str], object] | None,
-        shares: bool,
+        refuse: Callable[[str], object],
     ) -> None:
         self.hook: str | None = None
         self._refuse = refuse
-        self._shares = shares
+        self._layout = layout
         self.module = module
-        self.options = options
+        self.options = layout.describe()
         self._seen: set[str] = set()
-        names = {p: managed.name for p, managed in parameters.items()}
-        self._attributes = {name.rpartition(".")[2] for name in names.values()}
-        split = {p for p, managed in parameters.items() if not managed.placement.is_whole}
-        self._faults: dict[Tensor, str] = {
-            p: f"'{name}', but this rank has only a part of it"
-            if p in split
-            else f"'{name}', but its gradient is summed over tensor ranks that all compute it"
-            for p, name in names.items()
-            if p in split or "tensor" in parameters[p].placement.partial
-        }
+        self._attributes = {managed.name.rpartition(".")[2] for managed in parameters.values()}
+        self._faults: dict[Tensor, str] = {}
+        split = set[Tensor]()
+        for parameter, managed in parameters.items():
+            name = managed.name
+            if not managed.placement.is_whole:
+                split.add(parameter)
+                self._faults[parameter] = f"'{name}', but this rank has only a part of it"
+            elif "tensor" in managed.placement.partial:
+                self._faults[parameter] = (
+                    f"'{name}', but its gradient is summed over tensor ranks that all compute it"
+                )
         self._replaces_layers = any(
             type(child).__module__.startswith("lightning_ptdp.tensor_parallel")
             for child in module.modules()
@@ -137,10 +139,10 @@ class ParameterGuard:
         self.hook = hook
         try:
             with contextlib.ExitStack() as watching:
-                if first and self._shares:
+                if first and self._layout.model_parallel_size > 1:
                     self._warn_of_world_size()
                 if watches:  # torch's compiler must see the collectives themselves
-                    if self._refuse is not None:
+                    if self._layout.pipeline_parallel_size > 1:
                         watching.enter_context(refusing_world_collectives(self._refuse))
                     watching.enter_context(_StepValues(self, self._faults))
                 yield

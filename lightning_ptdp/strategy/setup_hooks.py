@@ -127,11 +127,7 @@ class SetupHooks(StepHooks):
         if self.layout.divides_model:
             module.__dict__[CUT_MARK] = self.layout.describe()
             self._guard = ParameterGuard(
-                module,
-                self.parallel.parameters,
-                self.layout.describe(),
-                refuse=self._alone if self.layout.pipeline_parallel_size > 1 else None,
-                shares=self.layout.model_parallel_size > 1,
+                module, self.parallel.parameters, self.layout, refuse=self._alone
             )
         self._surroundings = make_surroundings(
             config=self.config,
