@@ -49,7 +49,7 @@ class ExpectedRanks:
         return self.world_size // self.num_nodes
 
     @property
-    def keeper(self) -> str:
+    def host(self) -> str:
         """Return a description of the rank that holds the store."""
         return f"rank 0 (or torchrun), which hosts the store at {self.where},"
 
@@ -88,12 +88,12 @@ class ExpectedRanks:
         if reached:
             return "rank 0 did not join"
         if self.rank:
-            return f"{self.keeper} does not answer"
+            return f"{self.host} does not answer"
         return f"the store at {self.where} does not answer"
 
     def silent(self) -> str:
         """Return the reason that the store has stopped answering."""
-        return f"{self.keeper} does not answer any more"
+        return f"{self.host} does not answer any more"
 
     def _how(self, nodes: list[int]) -> str:
         if not nodes or self.num_nodes == 1:

@@ -58,7 +58,7 @@ _T = TypeVar("_T")
 
 
 def join(
-    crowd: ExpectedRanks,
+    expected: ExpectedRanks,
     *,
     open_store: Callable[[], dist.Store],
     make: Callable[[dist.Store], _T],
@@ -70,7 +70,7 @@ def join(
     ``make`` is called in another thread and passes the store to ``init_process_group``.
 
     Args:
-        crowd: This rank and the expected ranks.
+        expected: This rank and the expected ranks.
         open_store: Opens, or connects to, the store that all ranks share.
         make: Makes the process groups.
         limit: Time limit of every wait.
@@ -80,27 +80,27 @@ def join(
         PeerError: A rank did not join, or a rank was lost meanwhile. The message names the ranks
             that did not join, or else the ranks that did not report the loss.
     """
-    thread = _InThread(crowd, limit, ended)
+    thread = _InThread(expected, limit, ended)
     shared: dist.Store | None = None
     life = ""
     try:
         shared = thread.run(
-            open_store, f"connecting to the store at {crowd.where}", crowd.first_of_all
+            open_store, f"connecting to the store at {expected.where}", expected.first_of_all
         )
         shared.set_timeout(limit)
-        if crowd.rank == 0:
+        if expected.rank == 0:
             life = uuid.uuid4().hex
         else:
             life = thread.run(
-                lambda: _called(shared, crowd.rank), "contacting rank 0", crowd.first_of_all
+                lambda: _called(shared, expected.rank), "contacting rank 0", expected.first_of_all
             )
         life_store = dist.PrefixStore(life, shared)
         thread.listen(shared, life)
-        missing = list(range(crowd.world_size))
+        missing = list(range(expected.world_size))
         thread.run(
-            lambda: _meet(shared, life_store, life, crowd, missing, limit),
+            lambda: _meet(shared, life_store, life, expected, missing, limit),
             "waiting for all ranks",
-            lambda: crowd.missing([*missing]),
+            lambda: expected.missing([*missing]),
         )
         result = thread.run(lambda: make(life_store), "creating the process groups", lambda: "")
         thread.close(patience_s=limit.total_seconds())
@@ -109,15 +109,13 @@ def join(
         if not is_communication_error(error):
             raise
         reason = thread.lost
-        if not reason:
-            reason = (
-                # Rank 0 ends, with the store, once the listening thread knows the lost ranks.
-                _lost(shared, life, crowd) or thread.lost or crowd.silent()
-                if shared is not None and life
-                else crowd.unanswered(shared is not None)
-            )
+        if not reason and shared is not None and life:
+            # Rank 0 ends, with the store, once the listening thread knows the lost ranks.
+            reason = _lost(shared, life, expected) or thread.lost or expected.silent()
+        elif not reason:
+            reason = expected.unanswered(shared is not None)
         raise PeerError(
-            f"rank {crowd.rank} could not join the other ranks: {reason}, while {thread.doing}: "
+            f"rank {expected.rank} could not join the other ranks: {reason}, while {thread.doing}: "
             f"{error}"
         ) from error
     finally:
@@ -127,8 +125,8 @@ def join(
 class _InThread:
     """Runner of blocking calls in another thread; a call is abandoned after the time limit."""
 
-    def __init__(self, crowd: ExpectedRanks, limit: timedelta, ended: Callable[[], str]) -> None:
-        self._crowd = crowd
+    def __init__(self, expected: ExpectedRanks, limit: timedelta, ended: Callable[[], str]) -> None:
+        self._expected = expected
         self._limit = limit.total_seconds()
         self._ended = ended
         self._notes: dist.Store | None = None
@@ -146,7 +144,8 @@ class _InThread:
         Raises:
             DistNetworkError: The time limit expired, or a rank was lost.
         """
-        self.doing, outcome = doing, in_thread(action)
+        self.doing = doing
+        outcome = in_thread(action)
         started = last_warning = time.monotonic()
         while not wait([outcome], min(_LOOK_S, self._limit)).done:
             now = time.monotonic()
@@ -156,8 +155,10 @@ class _InThread:
             if now - started > _GRACE * self._limit:
                 self._hear()
                 raise dist.DistNetworkError(f"no answer within {self._limit:g} s")
-            if now - last_warning > self._crowd.say_every_s and (text := waits_for()):
-                _log.warning("rank %d has waited %.0f s %s", self._crowd.rank, now - started, text)
+            if now - last_warning > self._expected.say_every_s and (text := waits_for()):
+                _log.warning(
+                    "rank %d has waited %.0f s %s", self._expected.rank, now - started, text
+                )
                 last_warning = now
         error = outcome.exception()
         # A lost rank makes torch fail on the other ranks. Its number is known a moment later.
@@ -195,7 +196,7 @@ class _InThread:
 
     def _hear(self) -> None:
         if time.monotonic() - self._heard > _SILENT_S:
-            self.lost = self.lost or self._crowd.silent()
+            self.lost = self.lost or self._expected.silent()
 
     def _listen(self, shared: dist.Store, life: str) -> None:
         # Use a separate connection, because another thread may be waiting on the first.
@@ -205,12 +206,12 @@ class _InThread:
             while not self._closed.wait(_LISTEN_S):
                 self._heard = time.monotonic()
                 if notes.check([_ROLL]):
-                    notes.set(f"{_HERE}/{self._crowd.rank}", "")
+                    notes.set(f"{_HERE}/{self._expected.rank}", "")
                 if notes.check([_LOST]):
                     self.lost = self.lost or notes.get(_LOST).decode()
-                    notes.set(f"{_KNOWS}/{self._crowd.rank}", "")
+                    notes.set(f"{_KNOWS}/{self._expected.rank}", "")
                     return
-                for rank in self._crowd.watched:
+                for rank in self._expected.watched:
                     if rank not in processes and notes.check([f"{_CAME}/{rank}"]):
                         processes[rank] = notes.get(f"{_CAME}/{rank}").decode()
                 dead = [rank for rank, process in processes.items() if has_ended(process)]
@@ -221,7 +222,7 @@ class _InThread:
                     )
         except dist.DistError:
             if not self._closed.is_set():
-                self.lost = self.lost or f"{self._crowd.keeper} has ended"
+                self.lost = self.lost or f"{self._expected.host} has ended"
 
 
 def _called(shared: dist.Store, rank: int) -> str:
@@ -235,19 +236,40 @@ def _meet(
     shared: dist.Store,
     life_store: dist.Store,
     life: str,
-    crowd: ExpectedRanks,
+    expected: ExpectedRanks,
     missing: list[int],
     limit: timedelta,
 ) -> None:
-    """Join, and wait until all ranks have joined; rank 0 keeps ``missing`` up to date."""
-    life_store.set(f"{_CAME}/{crowd.rank}", this_process())
-    if crowd.rank:
+    """Join, and wait until all ranks have joined.
+
+    Rank 0 answers the calls of the other ranks and keeps ``missing`` up to date. It also answers
+    calls of ended processes, which has no effect."""
+    life_store.set(f"{_CAME}/{expected.rank}", this_process())
+    if expected.rank:
         missing.clear()
         life_store.get(_ALL)
-        _compare_versions(life_store, crowd.rank)
+        _compare_versions(life_store, expected.rank)
         return
     life_store.set(_VERSIONS, json.dumps(versions_that_matter()))
-    _answer(shared, life_store, life, missing, crowd.world_size, limit)
+    deadline = time.monotonic() + limit.total_seconds()
+    answered = set[bytes]()
+    while True:
+        for rank in missing:
+            if not rank or not shared.check([f"{_CALL}/{rank}"]):
+                continue
+            name = shared.get(f"{_CALL}/{rank}")
+            if name not in answered:
+                answered.add(name)
+                shared.set(f"{_ANSWER}/{name.decode()}", life)
+        missing[:] = [rank for rank in missing if not life_store.check([f"{_CAME}/{rank}"])]
+        if not missing:
+            break
+        if time.monotonic() > deadline:
+            raise dist.DistStoreError(
+                f"{expected.world_size - len(missing)} of {expected.world_size} ranks joined within "
+                f"{limit.total_seconds():g} s"
+            )
+        time.sleep(_POLL_S)
     life_store.set(_ALL, "")
 
 
@@ -267,44 +289,11 @@ def _compare_versions(life_store: dist.Store, rank: int) -> None:
             raise RequirementError(f"{reason}. Install the same versions on all machines")
 
 
-def _answer(
-    shared: dist.Store,
-    life_store: dist.Store,
-    life: str,
-    missing: list[int],
-    world_size: int,
-    limit: timedelta,
-) -> None:
-    """Answer calls until all ranks have joined.
-
-    Calls of ended processes are answered too, which has no effect."""
-    deadline = time.monotonic() + limit.total_seconds()
-    answered = set[bytes]()
-    while True:
-        for rank in missing:
-            if (
-                rank
-                and shared.check([f"{_CALL}/{rank}"])
-                and (name := shared.get(f"{_CALL}/{rank}")) not in answered
-            ):
-                answered.add(name)
-                shared.set(f"{_ANSWER}/{name.decode()}", life)
-        missing[:] = [rank for rank in missing if not life_store.check([f"{_CAME}/{rank}"])]
-        if not missing:
-            return
-        if time.monotonic() > deadline:
-            raise dist.DistStoreError(
-                f"{world_size - len(missing)} of {world_size} ranks joined within "
-                f"{limit.total_seconds():g} s"
-            )
-        time.sleep(_POLL_S)
-
-
-def _lost(shared: dist.Store, life: str, crowd: ExpectedRanks) -> str:
+def _lost(shared: dist.Store, life: str, expected: ExpectedRanks) -> str:
     """Return the lost ranks; "" if the store does not answer."""
     # An abandoned thread may occupy the existing connection.
     outcome = in_thread(
-        lambda: _missed(dist.PrefixStore(life, shared.clone()), crowd.rank, crowd.world_size)
+        lambda: _missed(dist.PrefixStore(life, shared.clone()), expected.rank, expected.world_size)
     )
     try:
         return outcome.result(_SILENT_S)
@@ -319,11 +308,10 @@ def _missed(life_store: dist.Store, rank: int, world_size: int) -> str:
     life_store.set(_ROLL, "")
     silent = _without(life_store, silent, _HERE, enough=1)
     absent = [peer for peer in silent if not life_store.check([f"{_CAME}/{peer}"])]
-    reason = (
-        f"{numbered('rank', absent)} did not join"
-        if absent
-        else f"{numbered('rank', silent) if silent else 'one rank'} joined and then disappeared"
-    )
+    lost = numbered("rank", silent) if silent else "one rank"
+    reason = f"{lost} joined and then disappeared"
+    if absent:
+        reason = f"{numbered('rank', absent)} did not join"
     # Notify ranks that began later and have not noticed yet, because the store may end with rank 0.
     life_store.set(_LOST, reason)
     life_store.set(f"{_KNOWS}/{rank}", "")

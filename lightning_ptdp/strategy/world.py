@@ -292,7 +292,7 @@ class World(RunningStrategy):
                 environment, backend, expected.rank, layout.world_size, store=store, **options
             )
             mesh = self._make_mesh(layout)
-            # After its keeper is lost, torch tries for twice the limit to connect, without a check
+            # After the loss of its host, torch tries for twice the limit to connect, without a check
             # of the time.
             return mesh, store.clone()
 
