@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.schedule import build_schedule, dump_schedule
-from lightning_ptdp.strategy.checks import check_data
+from lightning_ptdp.strategy.checks.data import check_data
 from lightning_ptdp.world.batch_size import BatchPlan, RampUp
 from lightning_ptdp.world.layout import ParallelLayout
 from tests.errors import raises_with

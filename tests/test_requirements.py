@@ -21,7 +21,7 @@ from lightning_ptdp.base.requirements import (
     read_declared,
 )
 from lightning_ptdp.config import PTDPConfig
-from lightning_ptdp.strategy.checks import check_model
+from lightning_ptdp.strategy.checks.model import check_model
 from lightning_ptdp.world.layout import ParallelLayout
 from tests import processes
 

@@ -31,9 +31,9 @@ from lightning_ptdp.planner import (
 )
 from lightning_ptdp.shims.lightning import Trainer
 from lightning_ptdp.strategy.checkpoint_hooks import CheckpointHooks
-from lightning_ptdp.strategy.checks import check_data, check_model, check_trainer
-from lightning_ptdp.strategy.checks.data import replica_batches
-from lightning_ptdp.strategy.checks.model import whole_model
+from lightning_ptdp.strategy.checks.data import check_data, replica_batches
+from lightning_ptdp.strategy.checks.model import check_model, whole_model
+from lightning_ptdp.strategy.checks.trainer import check_trainer
 from lightning_ptdp.strategy.planning import described_job
 from lightning_ptdp.strategy.precision import replacing
 from lightning_ptdp.world.axes import divisors

@@ -190,6 +190,7 @@ def checked_tensor(name: str, value: object) -> Tensor:
     if isinstance(value, Tensor):
         return value
     raise ValueError(
-        f"the state_dict entry '{name}' is a {type(value).__name__}, but only tensors are "
-        "saved by layout. Save it in on_save_checkpoint and on_load_checkpoint instead"
+        f"the state_dict entry '{name}' is a {type(value).__name__}, but only tensors are saved "
+        "by layout. Return a tensor from get_extra_state, save the value in on_save_checkpoint and "
+        "on_load_checkpoint, or use Trainer(enable_checkpointing=False)"
     )

@@ -31,17 +31,16 @@ from lightning_ptdp.shims.lightning import (
     fits,
     lightning_names,
 )
-from lightning_ptdp.strategy.checks import (
+from lightning_ptdp.strategy.checks.data import check_source
+from lightning_ptdp.strategy.checks.machine_limits import check_visible
+from lightning_ptdp.strategy.checks.model import check_initial_weights, check_model
+from lightning_ptdp.strategy.checks.trainer import check_trainer
+from lightning_ptdp.strategy.checks.trials import (
     check_first_batch,
-    check_initial_weights,
-    check_model,
     check_save_hook,
-    check_source,
-    check_trainer,
+    verify_first_step,
     warn_of_objects,
 )
-from lightning_ptdp.strategy.checks.machine_limits import check_visible
-from lightning_ptdp.strategy.checks.trial_step import verify_first_step
 from lightning_ptdp.strategy.launch import make_launcher
 from lightning_ptdp.strategy.layout_choice import (
     Forecast,

@@ -22,21 +22,23 @@ from lightning_ptdp.parameters.structure_copies import UncutView
 from lightning_ptdp.pipeline.discover import KnownParts
 from lightning_ptdp.shims.lightning import Trainer, count_replicas, fits, keep_model_summary
 from lightning_ptdp.shims.peft import set_magnitudes
-from lightning_ptdp.strategy.checks import (
+from lightning_ptdp.strategy.checks.model import (
     CUT_MARK,
-    check_hooks_before_sums,
-    check_max_norm,
     check_model,
-    check_optimizer_state,
-    check_quantized,
-    check_same_training,
-    check_trainer,
     on_meta,
     open_initial_weights,
     plan_of,
+)
+from lightning_ptdp.strategy.checks.module_content import (
+    check_hooks_before_sums,
+    check_max_norm,
+    check_quantized,
+    check_same_training,
     warn_of_balance_losses,
     warn_of_batch_norm,
 )
+from lightning_ptdp.strategy.checks.trainer import check_trainer
+from lightning_ptdp.strategy.checks.trials import check_optimizer_state
 from lightning_ptdp.strategy.forward_contexts import make_surroundings
 from lightning_ptdp.strategy.optimizers import settle_groups
 from lightning_ptdp.strategy.parameter_guard import ParameterGuard

@@ -20,7 +20,7 @@ from lightning_ptdp.pipeline.program_observers import Observers
 from lightning_ptdp.pipeline.watchdog import OTHER_REPLICAS
 from lightning_ptdp.shims.lightning import Precision, fits, replace_after_closure
 from lightning_ptdp.strategy.checkpoint_hooks import CheckpointHooks
-from lightning_ptdp.strategy.checks import CUT_MARK
+from lightning_ptdp.strategy.checks.model import CUT_MARK
 from lightning_ptdp.strategy.precision import loss_scale
 
 _MOVES = ("transfer_batch_to_device", "on_after_batch_transfer")

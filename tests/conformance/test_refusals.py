@@ -481,7 +481,7 @@ def test_non_tensor_extra_state_is_refused(tmp_path):
     module.net[2] = Counted(16, 16)
     with pytest.raises(
         MisconfigurationException,
-        match=r"get_extra_state\(\) of 'net\.2' \(Counted\) returns a int",
+        match=r"the state_dict entry 'net\.2\._extra_state' is a int, but only tensors are saved",
     ):
         make_trainer(PIPELINE, enable_checkpointing=True, default_root_dir=tmp_path).fit(
             module, loader()

@@ -6,7 +6,7 @@ import warnings
 import pytest
 
 from lightning_ptdp import PTDPStrategy
-from lightning_ptdp.strategy.checks import warn_of_balance_losses
+from lightning_ptdp.strategy.checks.module_content import warn_of_balance_losses
 from tests.huggingface.architectures import build
 from tests.huggingface.unseen import Run, check, refusal
 from tests.letters import ET, SP, C, E, M, P, T, V

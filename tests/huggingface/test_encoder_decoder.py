@@ -5,7 +5,7 @@ import math
 import pytest
 
 from lightning_ptdp.config import PTDPConfig
-from lightning_ptdp.strategy.checks import check_model
+from lightning_ptdp.strategy.checks.model import check_model
 from tests.errors import raises_with
 from tests.huggingface.runs import LAYOUTS, LitHuggingFace, Run
 

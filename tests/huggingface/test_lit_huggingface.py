@@ -17,7 +17,7 @@ from lightning_ptdp.models import LitCausalLM, LitMaskedLM, make_tiny
 from lightning_ptdp.parameters.initializers import Initializers
 from lightning_ptdp.parameters.materialize import Materializer, make_room
 from lightning_ptdp.parameters.placement import Placement
-from lightning_ptdp.strategy.checks import open_initial_weights
+from lightning_ptdp.strategy.checks.model import open_initial_weights
 from tests.huggingface.round_trip import OPTIMIZER, causal
 from tests.huggingface.runs import LAYOUTS, Run, Samples, make_model
 from tests.models.fits import quiet_trainer

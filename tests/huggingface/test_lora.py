@@ -15,7 +15,7 @@ from lightning_ptdp.cli import main
 from lightning_ptdp.exchange import convert
 from lightning_ptdp.models import AdamWConfig, LitCausalLM, LoraOptions
 from lightning_ptdp.strategy import PTDPStrategy
-from lightning_ptdp.strategy.checks import check_model
+from lightning_ptdp.strategy.checks.model import check_model
 from tests.huggingface.runs import LAYOUTS, SAMPLES, LitHuggingFace, Run, Samples, make_model
 from tests.models.fits import quiet_trainer
 from tests.optional import needs

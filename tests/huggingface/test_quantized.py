@@ -18,7 +18,7 @@ from lightning_ptdp.planner import find_device, search
 from lightning_ptdp.planner.replica_cost import static_bytes
 from lightning_ptdp.shims.quantization import parts_of
 from lightning_ptdp.strategy import PTDPStrategy
-from lightning_ptdp.strategy.checks import check_model
+from lightning_ptdp.strategy.checks.model import check_model
 from lightning_ptdp.strategy.planning import described_choice, described_job
 from tests.huggingface.runs import LAYOUTS, LENGTH, SAMPLES, LitHuggingFace, Run, make_model
 from tests.letters import M, P, V

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_ptdp.config import PTDPConfig
-from lightning_ptdp.strategy.checks import check_model
+from lightning_ptdp.strategy.checks.model import check_model
 from tests.huggingface.runs import VOCABULARY, LitHuggingFace, Run, make_model
 from tests.letters import C, M, P, T, V, Z
 

@@ -18,7 +18,8 @@ from lightning_ptdp.pipeline.discover import KnownParts
 from lightning_ptdp.planner import find_device
 from lightning_ptdp.shims.transformers import image_parts
 from lightning_ptdp.strategy import PTDPStrategy
-from lightning_ptdp.strategy.checks import check_first_batch, check_model
+from lightning_ptdp.strategy.checks.model import check_model
+from lightning_ptdp.strategy.checks.trials import check_first_batch
 from lightning_ptdp.strategy.planning import described
 from tests.huggingface.round_trip import OPTIMIZER
 from tests.huggingface.runs import LAYOUTS

@@ -7,7 +7,7 @@ from torch import nn
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.models.plans import find_plan, plan_for
 from lightning_ptdp.pipeline.discover import find_parts
-from lightning_ptdp.strategy.checks import plan_of
+from lightning_ptdp.strategy.checks.model import plan_of
 from lightning_ptdp.tensor_parallel import (
     Alias,
     Column,

@@ -11,7 +11,7 @@ from torch import nn
 from lightning_ptdp import ParallelPlan, PTDPStrategy
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.models.plans import suggested_tensor
-from lightning_ptdp.strategy.checks import plan_of
+from lightning_ptdp.strategy.checks.model import plan_of
 from tests.parity import make_trainer
 
 WIDTH = 8

@@ -16,7 +16,7 @@ from lightning_ptdp.planner import ModelShape, Space, find_precision, find_softw
 from lightning_ptdp.planner.model_trace import call_with, trace_shape
 from lightning_ptdp.planner.parameters import job_stages
 from lightning_ptdp.shims.torch import without_data
-from lightning_ptdp.strategy.checks import CUT_MARK
+from lightning_ptdp.strategy.checks.model import CUT_MARK
 from lightning_ptdp.tensor_parallel import ParallelPlan
 from lightning_ptdp.world.layout import ParallelLayout
 from tests.planner.jobs import small_job

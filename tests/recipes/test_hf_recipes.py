@@ -12,7 +12,7 @@ from lightning_ptdp.cli.config_files import find_config, recipe_names, resolve_c
 from lightning_ptdp.cli.lightning_cli import parsed_values
 from lightning_ptdp.pipeline.containers import layer_ranges
 from lightning_ptdp.pipeline.discover import find_parts
-from lightning_ptdp.strategy.checks import check_model
+from lightning_ptdp.strategy.checks.model import check_model
 from lightning_ptdp.tensor_parallel import ParallelPlan
 from lightning_ptdp.world.axes import stages_of_rank
 

@@ -23,7 +23,8 @@ from lightning_ptdp.cli.config_files import (
 from lightning_ptdp.cli.lightning_cli import parsed_values
 from lightning_ptdp.pipeline.containers import layer_ranges
 from lightning_ptdp.pipeline.discover import find_parts
-from lightning_ptdp.strategy.checks import check_data, check_model
+from lightning_ptdp.strategy.checks.data import check_data
+from lightning_ptdp.strategy.checks.model import check_model
 from tests.recipes.published import PUBLISHED
 
 pytestmark = pytest.mark.thorough

@@ -188,15 +188,12 @@ def _masks_by_positions(model: nn.Module) -> bool:
         for node in nodes
     )
     # mask_function = create_causal_mask if ... else create_sliding_window_causal_mask
-    names = _MASKS | {
-        target.id
-        for node in nodes
-        if isinstance(node, ast.Assign)
-        and isinstance(node.value, ast.IfExp)
-        and _MASKS & {getattr(n, "id", "") for n in ast.walk(node.value)}
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
+    names = set(_MASKS)
+    for node in nodes:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.IfExp):
+            choices = {getattr(child, "id", "") for child in ast.walk(node.value)}
+            if choices & _MASKS:
+                names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
     calls = [
         node
         for node in nodes

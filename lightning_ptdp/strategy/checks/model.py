@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -113,21 +113,15 @@ def check_model(
         check_captured(whole, kinds, sequence_parallel=layout.sequence_parallel)
     check_surroundings(whole, config)
     blocks: Blocks | None = plan.blocks
-    ranges: tuple[tuple[int, int], ...] = ()
+    ranges: Sequence[tuple[int, int]] = ()
     known_parts: KnownParts | None = None
     if layout.pipeline_parallel_size > 1:
         plan.check_pipeline()
         known_parts = KnownParts.of(whole, plan)
-        parts = known_parts.parts
-        blocks = parts.blocks
-        ranges = layer_ranges(whole, parts=parts, layout=layout, partition=config.partition)
-        Rehearsal(
-            model=whole,
-            parts=parts,
-            ranges=ranges,
-            collects=plan.collects,
-            pipeline_parallel_size=layout.pipeline_parallel_size,
-        ).on_examples()
+        blocks = known_parts.parts.blocks
+        rehearsal = rehearsal_of(whole, known_parts, config, layout)
+        ranges = rehearsal.ranges
+        rehearsal.on_examples()
     if config.compile == "blocks" and blocks is None:
         find_blocks(whole)
     if config.fp8 is not None:
@@ -143,6 +137,20 @@ def check_model(
         selective=plan.selective,
     )
     return known_parts
+
+
+def rehearsal_of(
+    model: nn.Module, known: KnownParts, config: PTDPConfig, layout: ParallelLayout
+) -> Rehearsal:
+    """Return a rehearsal of all pipeline stages of an uncut model."""
+    ranges = layer_ranges(model, parts=known.parts, layout=layout, partition=config.partition)
+    return Rehearsal(
+        model=model,
+        parts=known.parts,
+        ranges=ranges,
+        collects=known.plan.collects,
+        pipeline_parallel_size=layout.pipeline_parallel_size,
+    )
 
 
 # ---- The uncut module: its plan, and a copy of it before launch ----------------------------------

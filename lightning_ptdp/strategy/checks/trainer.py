@@ -18,7 +18,7 @@ from lightning_ptdp.data_parallel import HALF
 from lightning_ptdp.shims.lightning import Trainer, fits, is_compiled, layer_sync, logs_graph
 from lightning_ptdp.shims.torch_distributed import has_symmetric_products
 from lightning_ptdp.strategy.checkpoint_hooks import CheckpointHooks
-from lightning_ptdp.strategy.checks.saved_content import check_extra_state
+from lightning_ptdp.strategy.model_space import checked_tensor
 from lightning_ptdp.world.axes import nearest_divisors
 
 
@@ -118,26 +118,21 @@ def _microbatches(config: PTDPConfig) -> str:
     return f"schedule={config.schedule!r}, which has several microbatches"
 
 
-def _check_backward(strategy: CheckpointHooks, trainer: Trainer) -> Iterator[str]:
-    if (
-        fits(trainer)
-        and strategy.config.runs_backward
-        and strategy._names.is_overridden("backward", strategy.lightning_module)
-    ):
+def _check_steps(strategy: CheckpointHooks, trainer: Trainer) -> Iterator[str]:
+    module = strategy.lightning_module
+    runs_backward = fits(trainer) and strategy.config.runs_backward
+    if runs_backward and strategy._names.is_overridden("backward", module):
         yield (
             "LightningModule.backward is overridden, but with pipeline stages, microbatches "
             "or context parallelism the schedule runs the backward. Use torch.autograd hooks "
             "or on_after_backward instead, or num_microbatches=1 without a pipeline and "
             "context parallelism"
         )
-
-
-def _check_iterators(strategy: CheckpointHooks, trainer: Trainer) -> Iterator[str]:
-    hooks = ["training_step"] if fits(trainer) and strategy.config.runs_backward else []
+    hooks = ["training_step"] if runs_backward else []
     if strategy.config.cuts_forward:
         hooks += ["validation_step", "test_step", "predict_step"]
     for hook in hooks:
-        step = getattr(strategy.lightning_module, hook)
+        step = getattr(module, hook)
         # None disables a step.
         if callable(step) and "dataloader_iter" in inspect.signature(step).parameters:
             yield (
@@ -145,6 +140,12 @@ def _check_iterators(strategy: CheckpointHooks, trainer: Trainer) -> Iterator[st
                 "them into microbatches or along the sequence. Use the signature (batch, "
                 "batch_idx), or num_microbatches=1 without a pipeline and context parallelism"
             )
+    if logs_graph(trainer) and strategy.layout.divides_model and fits(trainer):
+        yield (
+            "log_graph=True makes the logger trace the whole model, which no rank has under "
+            "tensor, pipeline or context parallelism. Leave it out, or log the graph in one "
+            "process: logger.log_graph(module)"
+        )
 
 
 def _check_compiled(strategy: CheckpointHooks, trainer: Trainer) -> Iterator[str]:
@@ -184,66 +185,54 @@ def _check_overlap(strategy: CheckpointHooks, trainer: Trainer) -> Iterator[str]
 
 
 def _check_callbacks(strategy: CheckpointHooks, trainer: Trainer) -> Iterator[str]:
-    if strategy.config.sharded_state(strategy.layout) == "parameters":
-        reason = "with shard='parameters'"
-        remedy = "shard='gradients'"
-    elif strategy.layout.divides_model:
-        reason = "under tensor or pipeline parallelism"
-        remedy = "tensor_parallel_size=1 and pipeline_parallel_size=1"
-    else:
-        return
-    unsupported = (*strategy._names.WeightAveragingCallbacks, *strategy._names.TunerCallbacks)
     for callback in trainer.callbacks:
-        if isinstance(callback, unsupported):
-            yield (
-                f"the callback {type(callback).__name__} copies or re-runs the whole model, "
-                f"which no rank has {reason}. Use it with {remedy}"
-            )
+        yield from _check_callback(strategy, trainer, callback)
 
 
-def _check_pruning(strategy: CheckpointHooks, trainer: Trainer) -> Iterator[str]:
-    name = _name_of(trainer, strategy._names.ModelPruning)
-    if name is None:
-        return
-    if strategy.layout.divides_model:
+def _check_callback(strategy: CheckpointHooks, trainer: Trainer, callback: object) -> Iterator[str]:
+    names = strategy._names
+    layout = strategy.layout
+    name = type(callback).__name__
+    on_copies = _steps_on_copies(strategy, trainer)
+    prunes = isinstance(callback, names.ModelPruning)
+    finetunes = isinstance(callback, names.BaseFinetuning) and fits(trainer)
+    copies_model = isinstance(callback, (*names.WeightAveragingCallbacks, *names.TunerCallbacks))
+    if copies_model and strategy.config.sharded_state(layout) == "parameters":
+        yield (
+            f"the callback {name} copies or re-runs the whole model, which no rank has with "
+            "shard='parameters'. Use it with shard='gradients'"
+        )
+    if copies_model and layout.divides_model:
+        yield (
+            f"the callback {name} copies or re-runs the whole model, which no rank has under "
+            "tensor or pipeline parallelism. Use it with tensor_parallel_size=1 and "
+            "pipeline_parallel_size=1"
+        )
+    if prunes and layout.divides_model:
         yield (
             f"the callback {name} compares weights of the whole model, but a rank would see "
             "and prune only its own part. Use it with tensor_parallel_size=1 and "
             "pipeline_parallel_size=1, or prune before fit"
         )
-    if _steps_on_copies(strategy, trainer):
+    if prunes and on_copies:
         yield (
             f"the callback {name} writes new values into parameters, but the optimizer steps on "
             "shards or copies of them. Use shard='none', offload_optimizer=False "
             "and precision='32-true' or 'bf16-mixed', or prune before fit"
         )
-
-
-def _check_finetuning(strategy: CheckpointHooks, trainer: Trainer) -> Iterator[str]:
-    name = _name_of(trainer, strategy._names.BaseFinetuning)
-    if name is None or not fits(trainer):
-        return
-    if strategy.layout.pipeline_parallel_size > 1:
+    if finetunes and layout.pipeline_parallel_size > 1:
         yield (
             f"the callback {name} adds a parameter group to the optimizer when it unfreezes "
             "parameters, but only some pipeline stages have these parameters. Use it with "
             "pipeline_parallel_size=1, or give the optimizer all parameters and set their "
             "requires_grad yourself"
         )
-    if _steps_on_copies(strategy, trainer):
+    if finetunes and on_copies:
         yield (
             f"the callback {name} unfreezes parameters for which the optimizer has no shards "
             "or copies. Use shard='none', offload_optimizer=False, and "
             "precision='32-true', 'bf16-mixed', or master_weights=False"
         )
-
-
-def _name_of(trainer: Trainer, kind: type) -> str | None:
-    """Return the class name of the Trainer's callback of that kind; None if it has none."""
-    return next(
-        (type(callback).__name__ for callback in trainer.callbacks if isinstance(callback, kind)),
-        None,
-    )
 
 
 def _steps_on_copies(strategy: CheckpointHooks, trainer: Trainer) -> bool:
@@ -252,15 +241,6 @@ def _steps_on_copies(strategy: CheckpointHooks, trainer: Trainer) -> bool:
         or strategy.config.offload_optimizer
         or (strategy.config.master_weights and _is_half(strategy, trainer))
     )
-
-
-def _check_graph(strategy: CheckpointHooks, trainer: Trainer) -> Iterator[str]:
-    if logs_graph(trainer) and strategy.layout.divides_model and fits(trainer):
-        yield (
-            "log_graph=True makes the logger trace the whole model, which no rank has under "
-            "tensor, pipeline or context parallelism. Leave it out, or log the graph in one "
-            "process: logger.log_graph(module)"
-        )
 
 
 def _check_batch_norm(strategy: CheckpointHooks, trainer: Trainer) -> Iterator[str]:
@@ -318,7 +298,8 @@ def _check_saved(strategy: CheckpointHooks, trainer: Trainer) -> Iterator[str]:
                 strategy, located(getattr(saver, "dirpath", None) or trainer.default_root_dir)
             )
         if savers and not strategy.writes_file:
-            check_extra_state(strategy.lightning_module)
+            for name, value in strategy.lightning_module.state_dict().items():
+                checked_tensor(name, value)
     except ValueError as error:
         yield str(error)
 
@@ -351,16 +332,17 @@ def _check_replicas(strategy: CheckpointHooks, trainer: Trainer) -> Iterator[str
 
 
 def _check_precision(strategy: CheckpointHooks, trainer: Trainer) -> Iterator[str]:
-    if str(trainer.precision) == "16-true" and not strategy.config.master_weights:
+    precision = str(trainer.precision)
+    if precision == "16-true" and not strategy.config.master_weights:
         yield (
             "precision='16-true' with master_weights=False would round away most updates of "
             "float16 parameters, and their gradients cannot be unscaled in float16. Use "
             "master_weights=True, precision='16-mixed' or precision='bf16-true'"
         )
-    if strategy.config.offload_optimizer and str(trainer.precision).startswith("16-"):
+    if strategy.config.offload_optimizer and precision.startswith("16-"):
         yield (
-            f"precision={str(trainer.precision)!r} scales the loss, and torch unscales gradients on "
-            "the GPU only, but with offload_optimizer=True the optimizer's are on the CPU. Use "
+            f"precision={precision!r} scales the loss, and torch unscales gradients on the GPU "
+            "only, but with offload_optimizer=True the optimizer's are on the CPU. Use "
             "precision='bf16-mixed' or 'bf16-true', or offload_optimizer=False"
         )
 
@@ -368,14 +350,10 @@ def _check_precision(strategy: CheckpointHooks, trainer: Trainer) -> Iterator[st
 _CHECKS = (
     check_numbers,
     _check_manual_optimization,
-    _check_backward,
-    _check_iterators,
+    _check_steps,
     _check_compiled,
     _check_overlap,
-    _check_pruning,
-    _check_finetuning,
     _check_callbacks,
-    _check_graph,
     _check_batch_norm,
     _check_checkpoint_plugin,
     _check_saved,
