@@ -16,11 +16,11 @@ from lightning_ptdp.planner import find_device
 from lightning_ptdp.strategy import PTDPStrategy, layout_choice
 from lightning_ptdp.strategy.layout_choice import (
     Forecast,
-    Training,
     choose,
     fastest_layouts,
     wants_choice,
 )
+from lightning_ptdp.strategy.planning import described_job
 from tests.tiny_gpt import LitTiny, PaddedTokens, Run
 
 
@@ -81,26 +81,20 @@ def test_auto_layout_trains_like_chosen_options(pool):
 
 
 def chosen_for(memory, *, world_size=4, **options):
-    training = Training(
-        module=LitTiny(Run(eager=True, layers=8, hidden=64)),
-        config=PTDPStrategy(**options).config,
+    config = PTDPStrategy(**options).config
+    module = LitTiny(Run(eager=True, layers=8, hidden=64))
+    job = job_of(module, config, world_size=world_size, memory_bytes=memory)
+    return choose(job, config, rows=lambda replicas: 32 // replicas, fits=lambda config: None)
+
+
+def job_of(module, config, *, world_size=2, **device):
+    return described_job(
+        module,
+        config,
         world_size=world_size,
-        rows=lambda replicas: 32 // replicas,
+        batch=world_size,
         length=16,
-        device=replace(find_device("cpu"), memory_bytes=memory),
-        precision="32-true",
-    )
-    return choose(training, fits=lambda config: None)
-
-
-def on_two(module):
-    return Training(
-        module=module,
-        config=PTDPStrategy().config,
-        world_size=2,
-        rows=lambda replicas: 8,
-        length=16,
-        device=find_device("cpu"),
+        device=replace(find_device("cpu"), **device),
         precision="32-true",
     )
 
@@ -122,16 +116,17 @@ def test_unsupported_layout_is_skipped():
         if config.tensor_parallel_size == 1:
             raise ValueError("this model is never whole")
 
-    training = on_two(LitTiny(Run(eager=True)))
-    found, _ = choose(training, fits=no_data_parallel)
+    config = PTDPStrategy().config
+    job = job_of(LitTiny(Run(eager=True)), config)
+    found, _ = choose(job, config, rows=lambda replicas: 8, fits=no_data_parallel)
     assert found.tensor_parallel_size == 2
-    assert len(fastest_layouts(training)) == 3
+    assert len(fastest_layouts(job, lambda replicas: 8)) == 3
 
     def nothing(config):
         raise ValueError("no")
 
     with pytest.raises(ValueError, match=r"supports none of the 3 fastest layouts. .*: no"):
-        choose(training, fits=nothing)
+        choose(job, config, rows=lambda replicas: 8, fits=nothing)
 
 
 def test_large_experts_are_distributed():
@@ -150,21 +145,15 @@ def test_large_experts_are_distributed():
     module.configure_model()
     whole = sum(p.numel() for p in module.parameters())
     experts = sum(p.numel() for name, p in module.named_parameters() if ".experts." in name)
-    training = Training(
-        module=module,
-        config=PTDPStrategy().config,
-        world_size=4,
-        rows=lambda replicas: 4,
-        length=16,
-        device=replace(find_device("cpu"), memory_bytes=16.0 * (whole - experts / 2) + 2e6),
-        precision="32-true",
-    )
+    options = PTDPStrategy().config
+    memory = 16.0 * (whole - experts / 2) + 2e6
+    job = job_of(module, options, world_size=4, memory_bytes=memory)
 
     def stays_whole(config):
         if config.tensor_parallel_size * config.pipeline_parallel_size > 1:
             raise ValueError("this model is not cut")
 
-    config, forecast = choose(training, fits=stays_whole)
+    config, forecast = choose(job, options, rows=lambda replicas: 4, fits=stays_whole)
     assert config.expert_parallel_size > 1
     assert f" e{config.expert_parallel_size}" in forecast.text.partition(";")[0]
 
@@ -244,7 +233,7 @@ def test_invalid_auto_layout_requests_are_refused():
     with pytest.raises(ValueError, match=r"found no layout that fits on 4 x cpu with .* GiB each"):
         chosen_for(1e3)
     with pytest.raises(ValueError, match="the sizes of LightningModule cannot be determined"):
-        fastest_layouts(on_two(L.LightningModule()))
+        job_of(L.LightningModule(), PTDPStrategy().config)
 
 
 def test_inaccurate_forecast_is_reported():

@@ -15,7 +15,6 @@ from itertools import pairwise
 from typing import Any, Literal, TypeVar
 
 import torch
-from torch import nn
 
 from lightning_ptdp.base.forked_processes import in_child
 from lightning_ptdp.callbacks.step_metrics import device_name
@@ -23,7 +22,7 @@ from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.planner import (
     RESERVE,
     Candidate,
-    Device,
+    Job,
     Space,
     device_here,
     figures_source,
@@ -40,6 +39,7 @@ from lightning_ptdp.world.axes import divisors
 from lightning_ptdp.world.layout import ParallelLayout
 
 LayoutChoice = Literal["auto"]
+Rows = Callable[[int], int | None]
 _CHOSEN = (
     *ParallelLayout.options(),
     "num_microbatches",
@@ -59,32 +59,6 @@ _OFF = 0.15
 _WARM_UP = 3
 _GIB = 2**30
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Training:
-    """Module, data and configuration for which a layout is chosen.
-
-    Attributes:
-        module: The whole module that is trained.
-        config: The options, without a layout.
-        world_size: Number of processes.
-        rows: Returns the samples of a replica's batch for a number of replicas; None if the batch
-            cannot be divided among so many.
-        length: Tokens of a sample; None: the model's maximum.
-        device: Device of each process.
-        precision: Lightning's name of the precision.
-        forks: Whether the processes will be forked from this one.
-    """
-
-    module: nn.Module
-    config: PTDPConfig
-    world_size: int
-    rows: Callable[[int], int | None]
-    length: int | None = None
-    device: Device
-    precision: str
-    forks: bool = False
 
 
 @dataclass(kw_only=True)
@@ -118,7 +92,7 @@ class Forecast:
         return statistics.median(steps) if steps else None
 
     def report(self, trainer: Trainer, device: torch.device) -> None:
-        """Log the forecast beside the measurements, and print a message if it was far off."""
+        """Log the forecast and the measurements, and print a message if it was far off."""
         if self.measured is None:
             return
         metrics = {
@@ -177,7 +151,7 @@ def chosen_layout(
     Raises:
         ValueError: The batch size or the device are unknown, or no layout fits.
     """
-    rows = partial(_replica_rows, sources)
+    rows = partial(_rows_per_replica, sources)
     if all(rows(replicas) is None for replicas in divisors(strategy.world_size)):
         raise ValueError(
             "layout='auto' needs the batch size. Give fit a DataLoader or a data module "
@@ -210,18 +184,19 @@ def chosen_layout(
             check_data(source, config, strategy.layout)
 
     lengths = (data.sequence_length for data in sources if hasattr(data, "sequence_length"))
-    training = Training(
-        module=model,
-        config=options,
+    describe = partial(
+        described_job,
+        model,
+        options,
         world_size=strategy.world_size,
-        rows=rows,
-        length=next(lengths, None),
+        batch=strategy.world_size,
         device=device,
+        length=next(lengths, None),
         precision=str(trainer.precision),
-        forks=forks,
     )
+    job = _ask(describe, forks=forks)
     try:
-        return choose(training, fits=fits)
+        return choose(job, options, rows=rows, fits=fits)
     finally:
         strategy.config = options
 
@@ -232,23 +207,24 @@ def _ask(question: Callable[[], _T], *, forks: bool) -> _T:
 
 
 def choose(
-    training: Training, *, fits: Callable[[PTDPConfig], None]
+    job: Job, config: PTDPConfig, *, rows: Rows, fits: Callable[[PTDPConfig], None]
 ) -> tuple[PTDPConfig, Forecast]:
     """Return the options with the fastest layout that the model takes, and its forecast.
 
     Args:
-        training: Module, data and configuration.
+        job: The training, with any batch size.
+        config: The options, without a layout.
+        rows: As for ``fastest_layouts``.
         fits: Raises a ValueError if the model or the data do not accept the options.
 
     Raises:
-        ValueError: The model's sizes are unknown, no layout fits, or the model accepts none of
-            those that fit.
+        ValueError: No layout fits, or the model accepts none of those that fit.
     """
-    candidates = fastest_layouts(training)
-    device = training.device
+    candidates = fastest_layouts(job, rows)
+    device = job.device
     if not candidates:
         raise ValueError(
-            f"layout='auto' found no layout that fits on {training.world_size} x {device.name} "
+            f"layout='auto' found no layout that fits on {job.world_size} x {device.name} "
             f"with {(1 - RESERVE) * device.usable_bytes / _GIB:.3g} GiB each ({RESERVE:.0%} of "
             "the memory stays free). ptdp plan shows what each layout needs. Use more "
             "devices, or smaller batches"
@@ -257,13 +233,13 @@ def choose(
     for i, (seconds, candidate) in enumerate(candidates):
         options: dict[str, Any] = candidate.choice.options()
         try:
-            chosen = replace(training.config, **options)
+            chosen = replace(config, **options)
             fits(chosen)
         except ValueError as error:
             refusals.append(f"{candidate.choice.describe()}: {error}")
             continue
         text = _describe_choice(candidate, seconds, candidates[i + 1 :])
-        figures = figures_source(device, training.world_size)
+        figures = figures_source(device, job.world_size)
         return chosen, Forecast(
             seconds=candidate.time.total, memory=candidate.memory.total, text=text, figures=figures
         )
@@ -273,29 +249,20 @@ def choose(
     )
 
 
-def fastest_layouts(training: Training) -> list[tuple[float, Candidate]]:
+def fastest_layouts(job: Job, rows: Rows) -> list[tuple[float, Candidate]]:
     """Return the fastest fitting layout of each degree of parallelism, by seconds per sample.
 
-    Raises:
-        ValueError: The model's sizes are unknown.
+    Args:
+        job: The training, with any batch size.
+        rows: Returns the samples of a replica's batch for a number of replicas; None if the batch
+            cannot be divided among so many.
     """
-    describe = partial(
-        described_job,
-        training.module,
-        training.config,
-        world_size=training.world_size,
-        batch=training.world_size,
-        device=training.device,
-        length=training.length,
-        precision=training.precision,
-    )
-    described = _ask(describe, forks=training.forks)
     best = dict[str, tuple[float, Candidate]]()
-    for replicas in divisors(training.world_size):
-        size = training.rows(replicas)
+    for replicas in divisors(job.world_size):
+        size = rows(replicas)
         if size is None:
             continue
-        job = replace(described, global_batch_size=size * replicas)
+        job = replace(job, global_batch_size=size * replicas)
         space = Space(data_parallel_sizes=(replicas,), context_parallel_sizes=(1,))
         for candidate in search(job, space, count=_TRIED).best:
             degrees = candidate.degrees
@@ -318,7 +285,8 @@ def _describe_choice(
     if not alternatives:
         return text
     slower, second = alternatives[0]
-    best, runner_up = _shares(candidate), _shares(second)
+    best = _shares(candidate)
+    runner_up = _shares(second)
     part = max(runner_up, key=lambda name: runner_up[name] * slower - best.get(name, 0.0) * seconds)
     return (
         f"{text}; {line('next', second)}: {slower / seconds - 1:.0%} slower per sample, "
@@ -330,7 +298,7 @@ def _shares(candidate: Candidate) -> dict[str, float]:
     return {name: value / candidate.time.total for name, value in candidate.time.parts.items()}
 
 
-def _replica_rows(sources: Sequence[Any], replicas: int) -> int | None:
+def _rows_per_replica(sources: Sequence[Any], replicas: int) -> int | None:
     """Return the samples of a replica's batch; None if it cannot be divided among so many.
 
     The first loader or data module that knows its batch size is asked."""

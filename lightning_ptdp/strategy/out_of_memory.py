@@ -6,7 +6,8 @@ the device has failed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import get_args
 
@@ -16,14 +17,13 @@ from torch import Tensor, nn
 from lightning_ptdp.base.output import columns
 from lightning_ptdp.callbacks.step_metrics import device_name
 from lightning_ptdp.config import PTDPConfig
-from lightning_ptdp.models import GPTConfig
 from lightning_ptdp.planner import Job, device_here, find_device, find_precision
 from lightning_ptdp.planner.memory import rank_memory
 from lightning_ptdp.planner.plan_report import strategy_arguments
 from lightning_ptdp.schedule.generators import FAMILIES, schedule_name
 from lightning_ptdp.shims.lightning import fits
-from lightning_ptdp.strategy.layout_choice import Training, fastest_layouts
-from lightning_ptdp.strategy.planning import described_choice, type_of_states
+from lightning_ptdp.strategy.layout_choice import fastest_layouts
+from lightning_ptdp.strategy.planning import described_choice, described_job, type_of_states
 from lightning_ptdp.strategy.running_strategy import RunningStrategy
 from lightning_ptdp.world.layout import ParallelLayout, Sharding
 
@@ -53,50 +53,46 @@ def explain_memory(strategy: RunningStrategy) -> str:
     b = config.micro_batch_size or (
         -(-batch // config.microbatches(batch)) if isinstance(batch, int) else None
     )
+    rows = batch if isinstance(batch, int) else (b or 1) * (config.usual_microbatches or 1)
+    device = device_here(device_name(strategy.root_device))
+    expected = _expected(strategy, precision)
+    fitting = ""
+    with contextlib.suppress(ValueError):  # the planner does not know the model or the precision
+        job = described_job(
+            strategy.model,
+            config,
+            world_size=layout.world_size,
+            batch=rows,
+            device=device or find_device("cpu"),
+            length=None,
+            precision=precision,
+        )
+        if b is not None:
+            expected |= _expected_activations(strategy, job, b)
+        if device is not None:
+            fitting = _fitting_options(job, rows)
     note = memory_note(
-        _expected(strategy, precision, b),
+        expected,
         _found(strategy, engine.gradients.local()),
         config=config,
         layout=layout,
         mixture=mixture,
     )
-    rows = batch if isinstance(batch, int) else (b or 1) * (config.usual_microbatches or 1)
-    return note + _fitting_options(strategy, rows=rows, precision=precision)
+    return note + fitting
 
 
-def _fitting_options(strategy: RunningStrategy, *, rows: int, precision: str) -> str:
-    """Return the fastest layouts that fit by the planner's estimate.
-
-    The result is "" if the planner does not know the model or the device."""
-    name = device_name(strategy.root_device)
-    device = device_here(name)
-    if device is None:
-        return ""
-    training = Training(
-        module=strategy.model,
-        config=strategy.config,
-        world_size=strategy.layout.world_size,
-        rows=lambda replicas: rows,
-        device=device,
-        precision=precision,
-    )
-    try:
-        candidates = fastest_layouts(training)
-    except ValueError:
-        return ""
+def _fitting_options(job: Job, rows: int) -> str:
+    """Return the fastest layouts that fit by the planner's estimate; "" if there are none."""
     lines = [
         f"  {strategy_arguments(candidate)}: {candidate.memory.total / _GIB:.3g} GiB"
-        for _, candidate in candidates[:_SHOWN]
+        for _, candidate in fastest_layouts(job, lambda replicas: rows)[:_SHOWN]
     ]
     return "\n".join(["\nlayouts that fit, by the planner's estimate:", *lines]) if lines else ""
 
 
-def _expected(strategy: RunningStrategy, precision: str, micro_batch_size: int | None) -> Parts:
-    """Return the expected bytes of this rank's parts.
-
-    The parts are parameters, gradients and Adam's state; for a GPT also the activations of its
-    layers."""
-    module: nn.Module = strategy.model
+def _expected(strategy: RunningStrategy, precision: str) -> Parts:
+    """Return the expected bytes of this rank's parameters, gradients and Adam's state."""
+    module = strategy.model
     config = strategy.config
     layout = strategy.layout
     try:
@@ -110,31 +106,28 @@ def _expected(strategy: RunningStrategy, precision: str, micro_batch_size: int |
         for axes in ("replica_sum", "expert_replicas")
     )
     stepped = (trained - experts) / shards + experts / expert_shards
-    parts: Parts = {
+    return {
         "parameters": sum(p.nbytes for p in module.parameters())
         / (shards if config.shard == "parameters" else 1),
         "gradients": sizes.gradient * (stepped if config.shards_gradients else trained),
         "optimizer": 0.0 if config.offload_optimizer else sizes.state * stepped,
     }
-    configs = (getattr(child, "config", None) for child in module.modules())
-    model = next((one for one in configs if isinstance(one, GPTConfig)), None)
-    schedule = schedule_name(config.schedule, config.virtual_pipeline_size)
-    if model is not None and micro_batch_size is not None and schedule in FAMILIES:
-        m = config.usual_microbatches or 1
-        job = Job(
-            model=model,
-            world_size=layout.world_size,
-            global_batch_size=micro_batch_size * m * layout.data_parallel_size,
-            device=find_device("cpu"),
-            precision=sizes,
-        )
-        choice = described_choice(
-            config, layout, micro_batch_size=micro_batch_size, num_microbatches=m
-        )
-        stage_rank = layout.coordinates(strategy.own_rank)["pipeline"]
-        memory = rank_memory(job, choice, stage_rank)
-        parts[_ACTIVATIONS] = memory.activations + memory.logits + memory.working
-    return parts
+
+
+def _expected_activations(strategy: RunningStrategy, job: Job, micro_batch_size: int) -> Parts:
+    """Return the expected bytes of the activations; empty for a schedule without an estimate."""
+    config = strategy.config
+    layout = strategy.layout
+    if schedule_name(config.schedule, config.virtual_pipeline_size) not in FAMILIES:
+        return {}
+    choice = described_choice(
+        config,
+        layout,
+        micro_batch_size=micro_batch_size,
+        num_microbatches=config.usual_microbatches or 1,
+    )
+    memory = rank_memory(job, choice, layout.coordinates(strategy.own_rank)["pipeline"])
+    return {_ACTIVATIONS: memory.activations + memory.logits + memory.working}
 
 
 def _experts(module: nn.Module) -> Iterator[nn.Parameter]:
@@ -154,7 +147,7 @@ def _found(strategy: RunningStrategy, gradients: Iterable[Tensor]) -> Parts:
     Activations are the remainder of the allocator's peak, where it is known."""
     device = strategy.root_device
     parameters = [*strategy.model.parameters()]
-    optimizers: Sequence[torch.optim.Optimizer] = strategy.optimizers
+    optimizers = strategy.optimizers
     states = [state for optimizer in optimizers for state in optimizer.state.values()]
     groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
     kinds: dict[str, Iterable[object]] = {

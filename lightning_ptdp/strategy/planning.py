@@ -175,7 +175,7 @@ def described_choice(
 def trained_share(module: nn.Module, width: int) -> float:
     """Return the share of a module's parameters, of ``width`` bytes, that are trained.
 
-    Frozen parameters, such as those beside adapters, are not trained."""
+    Frozen parameters, such as those of the model that adapters extend, are not trained."""
     parameters = list(module.parameters())
     trained = sum(p.numel() for p in parameters if p.requires_grad)
     return trained / max(1, sum(planned_elements(p, width) for p in parameters))
