@@ -32,7 +32,7 @@ from lightning_ptdp.shims.lightning import fits
 from lightning_ptdp.shims.peft import set_magnitudes
 from lightning_ptdp.shims.quantization import quantized_parameters
 from lightning_ptdp.strategy.exporting import export_model
-from lightning_ptdp.strategy.model_space import Checkpoint, ModelSpace, PathLike
+from lightning_ptdp.strategy.model_space import Checkpoint, GroupNames, ModelSpace, PathLike
 from lightning_ptdp.strategy.restoring import (
     check_trained,
     fill_part,
@@ -69,7 +69,7 @@ class CheckpointHooks(World):
     run_facts: Mapping[str, object] = MappingProxyType({})
     snapshots: Snapshots
     _saves: FolderSaves
-    _named_groups: list[list[list[str]]]
+    _named_groups: GroupNames
     _awaiting_values: tuple[Checkpoint, bool] | None = None
 
     @property
@@ -88,12 +88,6 @@ class CheckpointHooks(World):
         )
 
     # ---- saving ----------------------------------------------------------------------------------
-
-    def lightning_module_state_dict(self) -> Checkpoint:
-        """Return this rank's part of the model, for the hooks of ``on_save_checkpoint``.
-
-        The other ranks hold the rest."""
-        return self.lightning_module.state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> Checkpoint:
         """Return hyperparameters of the groups, with the names of all ranks' parameters."""
@@ -130,13 +124,7 @@ class CheckpointHooks(World):
         action = f"saving the checkpoint {filepath}"
         with self.waiting_in(action):
             if not self.writes_file:
-                self._saves.save(
-                    self.model_space,
-                    checkpoint,
-                    os.fspath(filepath),
-                    facts=self.run_facts,
-                    limit=self.config.timeout,
-                )
+                self._saves.save(self, checkpoint, os.fspath(filepath))
                 return
             is_alone = self._alone("saving")  # then the other ranks do not join, and are not needed
             with contextlib.nullcontext() if is_alone else same_outcome(action):
@@ -272,7 +260,8 @@ class CheckpointHooks(World):
         """Fill this rank's part from the whole model's state.
 
         The hooks of ``on_load_checkpoint`` may have changed that state."""
-        space, state = self.model_space, checkpoint["state_dict"]
+        space = self.model_space
+        state = checkpoint["state_dict"]
         if not space.is_cut and awaits_values(self.lightning_module):
             self._awaiting_values = (checkpoint, strict)
             return
@@ -299,7 +288,8 @@ class CheckpointHooks(World):
 
     def load_awaited_values(self) -> None:
         """Load the checkpoint that was restored before a meta-device module had values."""
-        arguments, self._awaiting_values = self._awaiting_values, None
+        arguments = self._awaiting_values
+        self._awaiting_values = None
         # Otherwise it remains from a run that failed.
         if arguments is not None and self.lightning_module.trainer.ckpt_path is not None:
             self.load_model_state_dict(*arguments)
@@ -351,10 +341,10 @@ class CheckpointHooks(World):
         if self._engine is not None and self._engine.gradients.stepped is not None:
             self._engine.gradients.stepped.reload()
 
-    # ---- the whole model -------------------------------------------------------------------------
+    # ---- the full model --------------------------------------------------------------------------
 
     def gather_state_dict(self) -> dict[str, Tensor]:
-        """Return the state of the whole, uncut model on the CPU of every rank.
+        """Return the state of the uncut model on the CPU of every rank.
 
         Collective over the world; the model must fit into a rank's memory."""
         return self.model_space.state_dict()
@@ -371,7 +361,7 @@ class CheckpointHooks(World):
         """Write the current model as a Hugging Face folder.
 
         The folder contains ``config.json``, ``generation_config.json``, safetensors with their
-        index, and the tokenizer files found beside the configuration from which the model was
+        index, and the tokenizer files in the folder of the configuration from which the model was
         built. The module must wrap a Hugging Face model or be a model of this package. LoRA
         adapters are merged into a Hugging Face model. All ranks must call this method after
         ``setup``; they write together.

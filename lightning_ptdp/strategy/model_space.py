@@ -1,8 +1,7 @@
-"""Names and positions of local model and optimizer tensors in the whole model."""
+"""Names and positions of local model and optimizer tensors in the uncut model."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_ptdp.checkpoint.save_agreement import gather
 from lightning_ptdp.engine import Engine
+from lightning_ptdp.forward.surroundings import Context
 from lightning_ptdp.parallel_model import ParallelModel
 from lightning_ptdp.parameters.placement import Placement
 from lightning_ptdp.parameters.rectangle import Rectangle
@@ -25,6 +25,10 @@ from lightning_ptdp.world.mesh import ProcessMesh
 Checkpoint = dict[str, Any]
 """A complete or partial checkpoint, as Lightning and the hooks compose it."""
 PathLike = str | os.PathLike[str]
+NamedTensors = dict[str, tuple[Tensor, Placement]]
+"""Local tensors by their global names, each with its placement in the full tensor."""
+GroupNames = list[list[list[str]]]
+"""Names of each optimizer's parameters, group by group."""
 
 MODEL = "model/"
 MASTER = "master"  # name of the float32 copy among the optimizer's states
@@ -41,7 +45,7 @@ class ModelSpace:
         parallel: This rank's part of the module that was cut last; None before the first ``setup``.
         engine: Runs the batches; None before ``setup``.
         optimizers: The optimizers of the fit.
-        named_groups: Names of each optimizer's parameters, group by group, before they are sharded.
+        named_groups: Names of the optimizers' parameters before they are sharded.
         shards_parameters: Whether the parameters are sharded over the replicas.
         waiting_in: Returns a context for waits on other ranks; its argument names the wait.
     """
@@ -52,9 +56,9 @@ class ModelSpace:
     parallel: ParallelModel | None
     engine: Engine | None
     optimizers: Sequence[Optimizer]
-    named_groups: list[list[list[str]]]
+    named_groups: GroupNames
     shards_parameters: bool
-    waiting_in: Callable[[str], contextlib.AbstractContextManager[None]]
+    waiting_in: Callable[[str], Context]
 
     @property
     def ranks_hold_all(self) -> bool:
@@ -91,7 +95,7 @@ class ModelSpace:
         names |= {item.stepped: item.name for item in parameters if item.stepped is not None}
         return names, {managed.name: managed.stepped_placement for managed in parameters}
 
-    def names_of_groups(self) -> list[list[list[str]]]:
+    def names_of_groups(self) -> GroupNames:
         """Return the names of the parameters of each optimizer, group by group."""
         names, _ = self.optimizer_records()
         groups = [
@@ -104,7 +108,7 @@ class ModelSpace:
         ]
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the state of the whole, uncut model on the CPU of every rank.
+        """Return the state of the uncut model on the CPU of every rank.
 
         Collective over the world; the model must fit into a rank's memory."""
         with self.waiting_in("gathering the whole model"):
@@ -128,9 +132,7 @@ class ModelSpace:
         aliases = self.part.aliases.items()
         return {**state, **{alias: state[name] for alias, name in aliases if name in state}}
 
-    def tensors(
-        self, *, without: Collection[str] = (), to_write: bool = False
-    ) -> dict[str, tuple[Tensor, Placement]]:
+    def tensors(self, *, without: Collection[str] = (), to_write: bool = False) -> NamedTensors:
         """Return local parameters and persistent buffers under their global names.
 
         Tied tensors are returned once, under the first of their names. Before the module is cut,
@@ -142,7 +144,7 @@ class ModelSpace:
             to_write: Whether to leave out the buffers that another rank writes.
         """
         parameters = self.part.parameters if self.is_cut else {}
-        tensors: dict[str, tuple[Tensor, Placement]] = {}
+        tensors: NamedTensors = {}
         first_names: dict[int, str] = {}
         if self.engine is not None:
             self.engine.gradients.parameters_needed()

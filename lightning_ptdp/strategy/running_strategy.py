@@ -192,7 +192,7 @@ class RunningStrategy(StrategyBase):
             )
         return self._run is not None and self._run.interruption.is_of_this_rank_alone()
 
-    def waiting_in(self, what: str) -> contextlib.AbstractContextManager[None]:
+    def waiting_in(self, what: str) -> Context:
         """Return a context for waits on other ranks outside the steps.
 
         If a rank is lost, the error names ``what`` and the action of each rank.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
 
@@ -31,14 +30,17 @@ from lightning_ptdp.checkpoint import (
 )
 from lightning_ptdp.checkpoint.latest import latest_leaves
 from lightning_ptdp.checkpoint.save_agreement import from_rank_zero, gather, is_rank_zero
+from lightning_ptdp.forward.surroundings import Context
 from lightning_ptdp.parameters.placement import Placement
 from lightning_ptdp.pipeline.p2p import PeerError
+from lightning_ptdp.shims.lightning import StrategyBase
 from lightning_ptdp.shims.torch_distributed import is_communication_error
 from lightning_ptdp.strategy.model_space import (
     MASTER,
     MODEL,
     Checkpoint,
     ModelSpace,
+    NamedTensors,
     PathLike,
     checked_tensor,
 )
@@ -83,28 +85,25 @@ class FolderSaves:
 
     def save(
         self,
-        space: ModelSpace,
+        strategy: StrategyBase,
         checkpoint: Checkpoint,
         path: str,
         *,
-        facts: Mapping[str, object],
-        limit: timedelta,
         done: Callable[[], object] | None = None,
     ) -> None:
         """Write a checkpoint folder; collective over all ranks.
 
         Args:
-            space: The model.
+            strategy: The strategy, with the model and the facts about the run.
             checkpoint: Lightning's checkpoint, with this rank's weights.
             path: The folder; rank 0's counts.
-            facts: Facts about the run for the metadata, in JSON types.
-            limit: Limit of a background save.
             done: Called on the group's rank 0 when the checkpoint is complete; default: ``latest``
                 leads to it.
 
         Raises:
             CheckpointError: It could not be written. An earlier checkpoint there is intact.
         """
+        space: ModelSpace = strategy.model_space
         state = {key: value for key, value in checkpoint.items() if key != "state_dict"}
         with same_outcome(f"saving the checkpoint {path}"):
             model, unchanged = _weights_to_save(space, checkpoint.get("state_dict", {}))
@@ -125,7 +124,7 @@ class FolderSaves:
         tensors = {MODEL + name: entry for name, entry in model.items()} | optimizers
         aliases = space.part.aliases.items()
         metadata = {
-            **facts,
+            **strategy.run_facts,
             "layout": space.layout.describe(),
             "aliases": {alias: name for alias, name in aliases if alias not in model},
             **{
@@ -139,7 +138,9 @@ class FolderSaves:
             done = _nothing
         if self.in_background:
             if self._saver is None:
-                self._saver = BackgroundSaver(limit=limit, folders=self.keeper, group=self.group)
+                self._saver = BackgroundSaver(
+                    limit=strategy.config.timeout, folders=self.keeper, group=self.group
+                )
             self._saver.save(target, tensors=tensors, state=state, metadata=metadata, then=done)
         else:
             save_checkpoint(
@@ -147,7 +148,7 @@ class FolderSaves:
             )
             done()
 
-    def finish(self, waiting_in: Callable[[str], AbstractContextManager[None]]) -> None:
+    def finish(self, waiting_in: Callable[[str], Context]) -> None:
         """Wait for a background save, if there is one, in the context that ``waiting_in`` returns.
 
         Raises:
@@ -164,7 +165,9 @@ class FolderSaves:
 
         After the loss of a rank it cannot, and the wait is limited. A second Ctrl-C abandons the
         save."""
-        saver, self._saver, self.in_background = self._saver, None, False
+        saver = self._saver
+        self._saver = None
+        self.in_background = False
         if saver is None:
             return
         patience = limit
@@ -205,16 +208,16 @@ def _remove(path: PathLike, remove_file: Callable[[PathLike], None]) -> None:
         files.discard(folder)
 
 
-def _optimizer_tensors(space: ModelSpace) -> dict[str, tuple[Tensor, Placement]]:
+def _optimizer_tensors(space: ModelSpace) -> NamedTensors:
     """Return the states of the optimizers, and the masters of rounded parameters among them."""
     names, placements = space.optimizer_records()
-    masters = {
-        managed.stepped: {MASTER: managed.stepped.detach()}
-        for managed in space.part.parameters.values()
-        if managed.stepped is not None and managed.rounded is not None
-        if managed.stepped.dtype != managed.rounded.dtype
-    }
-    tensors: dict[str, tuple[Tensor, Placement]] = {}
+    masters = {}
+    for managed in space.part.parameters.values():
+        stepped = managed.stepped
+        rounded = managed.rounded
+        if stepped is not None and rounded is not None and stepped.dtype != rounded.dtype:
+            masters[stepped] = {MASTER: stepped.detach()}
+    tensors: NamedTensors = {}
     for index, optimizer in enumerate(space.optimizers):
         if not keeps_history(optimizer):
             tensors |= optimizer_tensors(
@@ -225,7 +228,7 @@ def _optimizer_tensors(space: ModelSpace) -> dict[str, tuple[Tensor, Placement]]
 
 def _weights_to_save(
     space: ModelSpace, state: Mapping[str, object]
-) -> tuple[dict[str, tuple[Tensor, Placement]], set[str]]:
+) -> tuple[NamedTensors, set[str]]:
     """Return the model under its global names, and the names of unchanged entries.
 
     The hooks of ``on_save_checkpoint`` may have changed the other entries.

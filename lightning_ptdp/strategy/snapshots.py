@@ -88,11 +88,9 @@ class Snapshots:
             target = place.path / f"step-{step}"
             self._saves.in_background = True
             self._saves.save(
-                strategy.model_space,
+                strategy,
                 dump_checkpoint(trainer),
                 str(target),
-                facts=strategy.run_facts,
-                limit=strategy.config.timeout,
                 done=lambda: self._publish(place, target),
             )
 
@@ -101,7 +99,11 @@ class Snapshots:
         strategy = self._strategy
         folder = Path([*checkpoint_dirs(trainer), trainer.default_root_dir][0])
         place = from_rank_zero(lambda: MemoryFolder.new(folder))
-        group = _node_group(strategy.num_processes, strategy.config.timeout)
+        group = None
+        if strategy.num_nodes > 1:
+            group, _ = dist.new_subgroups(
+                strategy.num_processes, backend="gloo", timeout=strategy.config.timeout
+            )
         self._saves = FolderSaves(keeper=strategy._saves.keeper, group=group)
         with same_outcome("creating the folder of snapshots"):
             if strategy.local_rank == 0:
@@ -239,17 +241,6 @@ def _copy(place: MemoryFolder, name: str, *, source: int, group: Any) -> None:
             dist.broadcast(chunk, src=source, group=group)
     if not sends:
         os.rename(part, target)
-
-
-def _node_group(ranks_per_node: int, limit: timedelta) -> Any:
-    """Return a gloo group of this node's ranks; None if there is one node."""
-    if not dist.is_initialized() or ranks_per_node == dist.get_world_size():
-        return None
-    groups = [
-        dist.new_group(list(range(first, first + ranks_per_node)), backend="gloo", timeout=limit)
-        for first in range(0, dist.get_world_size(), ranks_per_node)
-    ]
-    return groups[own_rank() // ranks_per_node]
 
 
 def _tell(message: str) -> None:
