@@ -35,8 +35,8 @@ from lightning_ptdp.strategy.exporting import export_model
 from lightning_ptdp.strategy.model_space import Checkpoint, GroupNames, ModelSpace, PathLike
 from lightning_ptdp.strategy.restoring import (
     check_trained,
+    fill_from_state,
     fill_part,
-    fill_whole,
     load_optimizers,
     needs_initial_values,
     read_checkpoint,
@@ -244,13 +244,7 @@ class CheckpointHooks(World):
         if isinstance(path, Path):
             path = self.snapshots.located(path, resuming=resuming)
         if not path.is_file():
-            return read_checkpoint(
-                path,
-                self.model_space,
-                keeper=self._saves.keeper,
-                on_damage=self.config.on_damage,
-                resuming=resuming,
-            )
+            return read_checkpoint(path, self, resuming=resuming)
         checkpoint = super().load_checkpoint(os.fspath(path), weights_only=weights_only)
         if resuming:
             check_trained(checkpoint, path)
@@ -281,7 +275,7 @@ class CheckpointHooks(World):
                 # If the hooks of any rank have accessed whole tensors, they may have changed them.
                 # Take this rank's part from those tensors.
                 if any(gather(not stored or state.touched)):
-                    fill_whole(space, state, strict=strict)
+                    fill_from_state(space, state, strict=strict)
                 else:
                     fill_part(space, state.path, strict=strict)
         self._parameters_set()

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from lightning_ptdp.checkpoint import (
     CheckpointError,
     InMemory,
-    SaveFolders,
     Stored,
     StoredOptimizers,
     StoredWeights,
@@ -41,20 +40,24 @@ from lightning_ptdp.exchange import (
     weights_opener,
 )
 from lightning_ptdp.models.pretrained_folder import ADAPTER_NAMES
-from lightning_ptdp.parameters.rectangle import Rectangle
-from lightning_ptdp.strategy.model_space import MASTER, MODEL, Checkpoint, ModelSpace, PathLike
+from lightning_ptdp.shims.lightning import StrategyBase
+from lightning_ptdp.strategy.model_space import (
+    MASTER,
+    MODEL,
+    Checkpoint,
+    GroupNames,
+    ModelSpace,
+    NamedTensors,
+    PathLike,
+)
 
 
-def read_checkpoint(
-    path: Place, space: ModelSpace, *, keeper: SaveFolders, on_damage: OnDamage, resuming: bool
-) -> Checkpoint:
+def read_checkpoint(path: Place, strategy: StrategyBase, *, resuming: bool) -> Checkpoint:
     """Read the parts of a checkpoint folder that are not tensors; collective.
 
     Args:
         path: The folder, the same on all ranks.
-        space: The model.
-        keeper: Record of the checkpoint folders of this run.
-        on_damage: The option of this name, if training resumes.
+        strategy: The strategy, of which ``on_damage`` applies if training resumes.
         resuming: Whether training resumes from it. Interrupted saves beside it are then completed
             or removed.
 
@@ -65,17 +68,19 @@ def read_checkpoint(
         CheckpointError: It is damaged; the same on all ranks. A MissingCheckpointError, also a
             FileNotFoundError: There is none.
     """
+    folders = strategy._saves.keeper
     if resuming:
         action = f"completing interrupted saves beside {path}"
-        with space.waiting_in(action), same_outcome(action):
+        with strategy.waiting_in(action), same_outcome(action):
             if is_rank_zero():
-                keeper.tidy(path if is_folder_of_checkpoints(path) else path.parent)
+                folders.tidy(path if is_folder_of_checkpoints(path) else path.parent)
         path = files.settled(path) if isinstance(path, Path) else path
-    with space.waiting_in(f"verifying the checkpoint {path}"):
-        verify = partial(_verify, ranks=space.layout.world_size)
-        path = choose_checkpoint(path, on_damage=on_damage if resuming else "refuse", verify=verify)
+    with strategy.waiting_in(f"verifying the checkpoint {path}"):
+        verify = partial(_verify, ranks=strategy.layout.world_size)
+        on_damage: OnDamage = strategy.config.on_damage if resuming else "refuse"
+        path = choose_checkpoint(path, on_damage=on_damage, verify=verify)
     if resuming and is_rank_zero():
-        keeper.go_on_from(path)
+        folders.go_on_from(path)
     state = read_state(path)
     if resuming:
         check_trained(state, path)
@@ -108,30 +113,18 @@ def _verify(path: Place, *, ranks: int) -> None:
         verify_checkpoint(path, part=own_rank(), parts=ranks, fetches=False)
 
 
-def fill_whole(space: ModelSpace, state: Mapping[str, Tensor], *, strict: bool) -> None:
-    """Cut this rank's part out of whole tensors; collective."""
-    with same_outcome("loading the model"):
-        tensors = space.tensors()
-        missing = [name for name in tensors if name not in state]
-        if missing and strict:
-            raise CheckpointError(
-                f"the checkpoint has no {missing[:3]}; it has {len(state)} tensors such as "
-                f"{list(state)[:3]}"
-            )
-        for name, (tensor, placement) in tensors.items():
-            if name not in state:
-                continue
-            if tuple(state[name].shape) != placement.full_shape:
-                raise CheckpointError(
-                    f"'{name}' has shape {tuple(state[name].shape)} in the checkpoint, but "
-                    f"{placement.full_shape} in the model"
-                )
-            for offset, view in placement.held(tensor):
-                view.copy_(state[name][Rectangle.at(offset, view.shape).slices])
-        _set_extra_states(space, {name: tensor for name, (tensor, _) in tensors.items()})
-    model_names = set().union(*gather(set(tensors))) | space.part.aliases.keys()
+def fill_from_state(space: ModelSpace, state: Mapping[str, Tensor], *, strict: bool) -> None:
+    """Cut this rank's part out of the unsharded tensors of a ``state_dict``; collective."""
+    tensors = _stored_names(space)
+
+    def open_state(_: PathLike) -> InMemory:
+        return InMemory({name: state[_local(name)] for name in tensors if _local(name) in state})
+
+    missing = load_tensors("in memory", tensors, strict=strict, open_stored=open_state)
+    model_names = set().union(*gather(set(map(_local, tensors)))) | space.part.aliases.keys()
     if strict and (unexpected := sorted(state.keys() - model_names)):
         raise CheckpointError(f"the checkpoint has {unexpected[:3]}, which the model does not have")
+    _set_extra_states(space, tensors, missing)
 
 
 def fill_part(
@@ -141,7 +134,7 @@ def fill_part(
 
     The arguments and the result are those of ``PTDPStrategy.load_weights``. The values on which the
     optimizer steps are not changed."""
-    tensors = {MODEL + name: entry for name, entry in space.tensors().items()}
+    tensors = _stored_names(space)
     if reads_as_huggingface(path) and not rename:  # a Hugging Face folder contains no adapters
         tensors = {
             name: entry
@@ -157,22 +150,19 @@ def fill_part(
         rename=renames,
         open_stored=_opener(space, path, rename),
     )
-    _set_extra_states(
-        space,
-        {
-            name.removeprefix(MODEL): tensor
-            for name, (tensor, _) in tensors.items()
-            if name not in missing
-        },
-    )
-    return [name.removeprefix(MODEL) for name in missing]
+    _set_extra_states(space, tensors, missing)
+    return [_local(name) for name in missing]
 
 
 def load_initial_weights(space: ModelSpace, weights: HuggingFaceWeights) -> None:
     """Load the values of ``initial_weights()`` into a module that was built without values."""
-    tensors = {MODEL + name: entry for name, entry in space.tensors().items()}
     with space.waiting_in("loading the initial weights"):
-        load_tensors("the initial weights", tensors, strict=False, open_stored=lambda _: weights)
+        load_tensors(
+            "the initial weights",
+            _stored_names(space),
+            strict=False,
+            open_stored=lambda _: weights,
+        )
 
 
 def needs_initial_values(module: object) -> bool:
@@ -183,15 +173,24 @@ def needs_initial_values(module: object) -> bool:
     return bool(getattr(module, "needs_initial_values", False))
 
 
-def _set_extra_states(space: ModelSpace, loaded: Mapping[str, Tensor]) -> None:
+def _stored_names(space: ModelSpace) -> NamedTensors:
+    """Return the local tensors of the model under the names that they have in checkpoints."""
+    return {MODEL + name: entry for name, entry in space.tensors().items()}
+
+
+def _local(stored_name: str) -> str:
+    return stored_name.removeprefix(MODEL)
+
+
+def _set_extra_states(space: ModelSpace, tensors: NamedTensors, missing: Collection[str]) -> None:
     """Pass the loaded extra states to ``set_extra_state`` of their modules.
 
     Filling the tensors that ``get_extra_state`` returned is not enough, because they may be
     copies."""
     for name, module in space.module.named_modules():
-        key = f"{name}." * bool(name) + "_extra_state"
-        if key in loaded:
-            module.set_extra_state(loaded[key])
+        key = f"{MODEL}{name}{'.' * bool(name)}_extra_state"
+        if key in tensors and key not in missing:
+            module.set_extra_state(tensors[key][0])
 
 
 def _opener(
@@ -219,11 +218,11 @@ def _open_file(path: PathLike, *, tied: Collection[str]) -> InMemory:
     if not isinstance(content, dict) or not isinstance(content.get("state_dict"), dict):
         raise CheckpointError(f"{path} cannot be read: it has no 'state_dict'")
     values = {
-        name: value
+        MODEL + name: value
         for name, value in content["state_dict"].items()
         if isinstance(value, Tensor) and name not in tied
     }
-    return InMemory({MODEL + name: value for name, value in values.items()})
+    return InMemory(values)
 
 
 # ---- Optimizers ----------------------------------------------------------------------------------
@@ -232,7 +231,7 @@ def _open_file(path: PathLike, *, tied: Collection[str]) -> InMemory:
 def load_optimizers(
     space: ModelSpace,
     states: StoredOptimizers | list[Checkpoint],
-    of_groups: list[list[list[str]]] | None,
+    of_groups: GroupNames | None,
 ) -> None:
     """Fill this rank's part of the optimizers, by parameter name.
 
@@ -270,7 +269,7 @@ def load_optimizers(
 
 
 def _load_indexed(
-    space: ModelSpace, states: list[Checkpoint], of_groups: list[list[list[str]]] | None
+    space: ModelSpace, states: list[Checkpoint], of_groups: GroupNames | None
 ) -> None:
     if of_groups is None and space.layout.divides_model:
         raise ValueError(
