@@ -55,7 +55,7 @@ def _fit_counted(rank, run):
         patch.setattr(
             setup_hooks,
             "make_surroundings",
-            lambda **place: Surroundings([*make(**place).entries, entry]),
+            lambda strategy: Surroundings([*make(strategy).entries, entry]),
         )
         found = fit(rank, run)
     assert (entry.attached, entry.most_attached) == (0, 1)

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from lightning_ptdp.attention import ATTENTIONS
@@ -24,25 +23,18 @@ from lightning_ptdp.pipeline.containers import layers_of
 from lightning_ptdp.pipeline.discover import find_blocks
 from lightning_ptdp.pipeline.placeholders import Placeholder
 from lightning_ptdp.schedule.generators import may_split_backward
+from lightning_ptdp.strategy.running_strategy import RunningStrategy
 from lightning_ptdp.tensor_parallel import SplitRandomness
 from lightning_ptdp.tensor_parallel.kinds.sharded_experts import ReadOnce
 from lightning_ptdp.tensor_parallel.kinds.vocabulary import VocabularyParallelEmbedding
 from lightning_ptdp.tensor_parallel.randomness import PlacedDropout
 from lightning_ptdp.tensor_parallel.region import is_whole
 from lightning_ptdp.tensor_parallel.split_features import SplitFeatures
-from lightning_ptdp.world.mesh import ProcessMesh
 
 _HEADS = ("num_heads", "num_attention_heads", "n_head")
 
 
-def make_surroundings(
-    *,
-    config: PTDPConfig,
-    mesh: ProcessMesh,
-    parallel: ParallelModel,
-    seed: int,
-    device: torch.device,
-) -> Surroundings:
+def make_surroundings(strategy: RunningStrategy) -> Surroundings:
     """Return the contexts around the forwards of this rank, the outermost first.
 
     Among torch's function modes, the one entered last sees a call first. Calls that it makes itself
@@ -54,15 +46,17 @@ def make_surroundings(
     - Functions that combine tokens are watched last, as the user calls them.
     - Deferred weight gradients are before both of these modes, because the modes may replace a call
       by matrix products, which must be deferrable too."""
-    context = mesh.group("context")
-    tensor = mesh.group("tensor")
+    config = strategy.config
+    parallel = strategy.parallel
+    context = strategy.mesh.group("context")
+    tensor = strategy.mesh.group("tensor")
     shards = [] if parallel.shards is None else [parallel.shards]
-    entries: list[Surrounding] = [*shards, _step_randomness(config, mesh, parallel, device)]
+    entries: list[Surrounding] = [*shards, _step_randomness(strategy)]
     watches = config.compile == "none"
     blocks = _local(_layers(parallel), parallel.module).values()
     if may_split_backward(config.schedule):
         entries.append(WeightGradients(parallel.casts))
-    if config.recompute in ("full", "selective") and mesh.group("expert").size > 1:
+    if config.recompute in ("full", "selective") and strategy.mesh.group("expert").size > 1:
         entries.append(ReadOnce())
     if context.size > 1:
         sliced = ContextParallel(
@@ -86,7 +80,7 @@ def make_surroundings(
                 tensor=tensor,
                 context=context,
                 sequence_parallel=config.sequence_parallel,
-                seed=seed,
+                seed=strategy.run.seed,
                 sequence_dims=config.sequence_dims or {},
             )
         )
@@ -97,7 +91,10 @@ def make_surroundings(
         )
         entries.append(
             SplitRandomness(
-                rank=tensor.rank, device=device, blocks=parallel.split_blocks, returns=returns
+                rank=tensor.rank,
+                device=strategy.root_device,
+                blocks=parallel.split_blocks,
+                returns=returns,
             )
         )
     if config.sequence_parallel and watches:
@@ -114,9 +111,10 @@ def make_surroundings(
     return Surroundings(entries)
 
 
-def _step_randomness(
-    config: PTDPConfig, mesh: ProcessMesh, parallel: ParallelModel, device: torch.device
-) -> StepRandomness:
+def _step_randomness(strategy: RunningStrategy) -> StepRandomness:
+    config = strategy.config
+    mesh = strategy.mesh
+    parallel = strategy.parallel
     module = parallel.module
     draws = mesh.layout.world_size > 1 or config.runs_backward
     layers = _layers(parallel) if draws else []
@@ -133,7 +131,9 @@ def _step_randomness(
         blocks |= {len(layers) + index: name for index, name in enumerate(drops)}
     place = (mesh.group("tensor").rank if splits_ends else 0, mesh.group("context").rank)
     absent = parallel.cut.earlier_blocks if parallel.cut is not None else []
-    return StepRandomness(module=module, blocks=blocks, absent=absent, place=place, device=device)
+    return StepRandomness(
+        module=module, blocks=blocks, absent=absent, place=place, device=strategy.root_device
+    )
 
 
 def _layers(parallel: ParallelModel) -> list[str]:

@@ -11,7 +11,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -35,25 +34,26 @@ _FORKED_TOO_LATE = "pytorch/wiki/Autograd-and-Fork"
 _T = TypeVar("_T")
 
 
-def make_launcher(strategy: StrategyBase, namespace: str, start_method: str) -> Launcher:
-    """Return the launcher that starts this node's processes with ``start_method``.
+def make_launcher(strategy: StrategyBase) -> Launcher:
+    """Return the launcher that starts this node's processes.
 
-    A single process runs in this process, whatever the method.
+    A single process runs in this process, regardless of ``start_method``.
 
     Raises:
         MisconfigurationException: The method cannot start processes from a notebook or a prompt.
     """
     if strategy.num_nodes * strategy.num_processes == 1:
         return InProcessLauncher(strategy)
+    start_method = strategy.config.start_method
     if start_method != "fork" and (hasattr(sys, "ps1") or sys.flags.interactive):
         # Lightning's own message would recommend one of Lightning's strategies.
-        raise lightning_names(namespace).MisconfigurationException(
+        raise strategy.refusal(
             f"start_method={start_method!r} cannot start processes from a notebook or an "
             "interactive prompt, which has no script to run again. Use "
             'Trainer(strategy="ptdp_fork") or start_method="fork" and do not use CUDA before '
             "fit, or run a script"
         )
-    subprocesses, workers = _launcher_classes(namespace)
+    subprocesses, workers = _launcher_classes(strategy._names.namespace)
     if start_method == "popen":
         return subprocesses(strategy)
     return workers(strategy, start_method)
@@ -85,7 +85,6 @@ class InProcessLauncher:
         """Do nothing, because there is no other process."""
 
 
-@dataclass(frozen=True)
 class _Ended:
     """Result of processes that ended themselves (SIGTERM).
 

@@ -176,7 +176,7 @@ def chosen_layout(
             check_trainer(strategy, trainer)
         except strategy._names.MisconfigurationException as error:
             raise ValueError(str(error)) from error
-        convert = replacing(strategy.precision_plugin, strategy._names)
+        convert = replacing(strategy)
         check_model(
             strategy.lightning_module, config, strategy.layout, convert=convert, whole=model
         )

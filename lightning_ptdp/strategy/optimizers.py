@@ -16,10 +16,10 @@ from torch.optim import Optimizer
 
 from lightning_ptdp.base.errors import PTDPError
 from lightning_ptdp.checkpoint.save_agreement import gather
-from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel import Cut, GroupTrial, constructed_state
 from lightning_ptdp.parameters.managed_parameter import ManagedParameters
 from lightning_ptdp.parameters.placement import Placement, slice_full
+from lightning_ptdp.strategy.world import World
 from lightning_ptdp.world.layout import ParallelLayout
 
 Description = dict[str, object]
@@ -30,24 +30,15 @@ class OptimizerGroupsError(PTDPError, ValueError):
     """Error of ranks that have made different parameter groups."""
 
 
-def settle_groups(
-    optimizers: Sequence[Optimizer],
-    foreign: Mapping[nn.Parameter, str],
-    parameters: ManagedParameters,
-    *,
-    config: PTDPConfig,
-    layout: ParallelLayout,
-) -> list[list[GroupTrial]]:
+def settle_groups(strategy: World, foreign: Mapping[nn.Parameter, str]) -> list[list[GroupTrial]]:
     """Remove parameters of other stages from the groups, and compare the groups of all ranks.
 
     Collective over the world.
 
     Args:
-        optimizers: The optimizers that ``configure_optimizers`` made of the whole module.
+        strategy: The strategy, with the optimizers that ``configure_optimizers`` made of the uncut
+            module.
         foreign: Parameters that this rank does not hold, and their names.
-        parameters: Parameters that it holds.
-        config: The options.
-        layout: Degrees of parallelism.
 
     Returns:
         How the layout cuts the members of each group, by optimizer.
@@ -56,16 +47,16 @@ def settle_groups(
         OptimizerGroupsError: The groups of the ranks differ; the same on all ranks.
         ValueError: An optimizer has a parameter that is not in the model.
     """
+    optimizers = strategy.optimizers
+    parameters = strategy.parallel.parameters
     names = {**{p: managed.name for p, managed in parameters.items()}, **foreign}
     descriptions = [_describe_groups(optimizer, names) for optimizer in optimizers]
-    trials = [
-        _make_trials(opt, foreign, parameters, config=config, layout=layout) for opt in optimizers
-    ]
+    trials = [_make_trials(optimizer, foreign, strategy) for optimizer in optimizers]
     for optimizer in optimizers:
         _drop_foreign(optimizer, foreign, parameters)
-        if layout.world_size > 1 or config.runs_backward:
+        if strategy.layout.world_size > 1 or strategy.config.runs_backward:
             _check_held(optimizer, parameters)
-    if layout.world_size == 1:
+    if strategy.layout.world_size == 1:
         return trials
     return _compare_groups(optimizers, descriptions, trials)
 
@@ -126,24 +117,21 @@ def _drop_foreign(
     for parameter, managed in parameters.items():
         full_shape = managed.placement.full_shape
         local_shape = managed.placement.local_shape
-        for key, value in (
-            optimizer.state[parameter].items() if parameter in optimizer.state else ()
-        ):
+        state = optimizer.state.get(parameter, {})
+        for key, value in state.items():
             if isinstance(value, Tensor) and value.shape == full_shape != local_shape:
-                optimizer.state[parameter][key] = slice_full(value, managed.placement)
+                state[key] = slice_full(value, managed.placement)
 
 
 def _make_trials(
-    optimizer: Optimizer,
-    foreign: Mapping[nn.Parameter, str],
-    parameters: ManagedParameters,
-    *,
-    config: PTDPConfig,
-    layout: ParallelLayout,
+    optimizer: Optimizer, foreign: Mapping[nn.Parameter, str], strategy: World
 ) -> list[GroupTrial]:
     """Return how the layout splits the parameters of each group.
 
     Call it before the parameters of other stages are dropped."""
+    config = strategy.config
+    layout = strategy.layout
+    parameters = strategy.parallel.parameters
     trials = []
     for group in optimizer.param_groups:
         dims = frozenset(p.dim() for p in group["params"] if p in foreign or p in parameters)
@@ -223,11 +211,13 @@ def _difference(group: Description, peer_group: Description, peer: int) -> str:
     for key in sorted((group.keys() | peer_group.keys()) - {"params"}):
         if group.get(key) != peer_group.get(key):
             return f"{key}={group.get(key)} on rank 0, but {peer_group.get(key)} on rank {peer}"
-    names: Any = (group["params"], peer_group["params"])
-    for left, right, rank, other_rank in ((*names, 0, peer), (*reversed(names), peer, 0)):
-        if missing := [name for name in left if name not in right]:
-            return f"'{missing[0]}' on rank {rank}, but not on rank {other_rank}"
-    if names[0] != names[1]:
+    names: Any = group["params"]
+    peer_names: Any = peer_group["params"]
+    if missing := [name for name in names if name not in peer_names]:
+        return f"'{missing[0]}' on rank 0, but not on rank {peer}"
+    if missing := [name for name in peer_names if name not in names]:
+        return f"'{missing[0]}' on rank {peer}, but not on rank 0"
+    if names != peer_names:
         return f"its parameters in another order on rank {peer} than on rank 0"
     return ""
 

@@ -6,7 +6,7 @@ overflow flags are therefore maximized over the world before they are used."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_ptdp.parameters.materialize import Materializer
-from lightning_ptdp.shims.lightning import LightningModule, LightningNames, Precision, layer_sync
+from lightning_ptdp.shims.lightning import LightningModule, Precision, layer_sync
 from lightning_ptdp.shims.torch import found_inf, unscale_before_step
 from lightning_ptdp.strategy.world import World
-from lightning_ptdp.world.mesh import ProcessMesh
 
 _INITIAL_SCALE = 2.0**12
 """Initial loss scale of "16-true".
@@ -27,13 +26,7 @@ There the loss is in float16 too, whose largest number is 65504. torch's default
 overflow in every first step."""
 
 
-def prepare_loss_scaling(
-    plugin: Precision,
-    optimizers: Iterable[Optimizer],
-    *,
-    names: LightningNames,
-    device: torch.device,
-) -> None:
+def prepare_loss_scaling(strategy: World) -> None:
     """Let all ranks agree on a scaler's decisions, and give "16-true" a dynamic loss scale.
 
     Any optimizer's gradients are unscaled before its step, and so can be clipped.
@@ -44,15 +37,17 @@ def prepare_loss_scaling(
     Raises:
         ValueError: The scaler is disabled, so that small gradients would silently vanish.
     """
+    plugin = strategy.precision_plugin
+    device = strategy.root_device
     if getattr(plugin, "precision", None) == "16-true" and getattr(plugin, "scaler", None) is None:
         plugin.scaler = torch.amp.GradScaler(device.type, init_scale=_INITIAL_SCALE)
         plugin.pre_backward = partial(_pre_backward, plugin, plugin.pre_backward)
         # In the order of "16-mixed": backward, unscale, hooks and clipping, then the step unless a
         # gradient overflowed.
-        plugin.optimizer_step = partial(names.MixedPrecision.optimizer_step, plugin)
+        plugin.optimizer_step = partial(strategy._names.MixedPrecision.optimizer_step, plugin)
         plugin.state_dict = plugin.scaler.state_dict
         plugin.load_state_dict = plugin.scaler.load_state_dict
-    for optimizer in optimizers:
+    for optimizer in strategy.optimizers:
         # Otherwise clipping and the other ranks would not see that. Lightning would refuse to clip
         # the gradients of a fused optimizer, even where nothing is scaled.
         unscale_before_step(optimizer)
@@ -98,30 +93,28 @@ def _pre_backward(
 # Plugins may replace modules and parameters.
 
 
-def replacing(plugin: Precision, names: LightningNames) -> Callable[[nn.Module], nn.Module] | None:
+def replacing(strategy: World) -> Callable[[nn.Module], nn.Module] | None:
     """Return the plugin's ``convert_module`` if it may do more than change dtypes."""
-    method: Callable[[nn.Module], nn.Module] = plugin.convert_module
-    return None if type(plugin).convert_module in names.casting else method
+    plugin = strategy.precision_plugin
+    casts = type(plugin).convert_module in strategy._names.casting
+    return None if casts else plugin.convert_module
 
 
-def convert(strategy: World, mesh: ProcessMesh) -> nn.Module:
+def convert(strategy: World) -> nn.Module:
     """Convert the strategy's model, in place if its plugins do so.
 
     A plugin that replaces modules may copy values, but a model built by ``configure_model`` has no
     values yet. They are therefore filled in first if every rank holds the whole model anyway."""
-    if (
-        replacing(strategy.precision_plugin, strategy._names) is not None
-        and strategy.layout.size("shards") == 1
-    ):
+    if replacing(strategy) is not None and strategy.layout.size("shards") == 1:
         give_value = Materializer(
             strategy.model, seed=strategy.run.seed, device=torch.device("cpu")
         )
         for name, module in strategy.model.named_modules():
             give_value(module, name)
     model = strategy.precision_plugin.convert_module(strategy.model)
-    replicas = mesh.group("replica_sum")
+    replicas = strategy.mesh.group("replica_sum")
     if layer_sync(strategy) is not None and replicas.size > 1:
         # A handle prevents copying of the model. The world's group works without one.
-        group = replicas.handle if replicas.size < mesh.layout.world_size else None
+        group = replicas.handle if replicas.size < strategy.layout.world_size else None
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model, group)
     return model

@@ -116,7 +116,7 @@ class _PTDPStrategy(SetupHooks):
         check_visible(self.parallel_devices, self.local_rank)
         # Raise before any process is started if the degrees do not fit the number of devices.
         _ = self.layout
-        self._launcher = make_launcher(self, self._names.namespace, self.config.start_method)
+        self._launcher = make_launcher(self)
 
     def check_before_launch(self, trainer: Trainer | None, arguments: Sequence[object]) -> None:
         """Check everything that is known before processes start.
@@ -177,7 +177,7 @@ class _PTDPStrategy(SetupHooks):
             ValueError: Names the field, its value and values that would work.
         """
         check_initial_weights(lightning_module, self.config)
-        convert = replacing(self.precision_plugin, self._names)
+        convert = replacing(self)
         self._known_parts = check_model(lightning_module, self.config, self.layout, convert=convert)
         if datamodule is not None:
             check_source(lightning_module, datamodule, self.config, self.layout)

@@ -108,8 +108,7 @@ class RunningStrategy(StrategyBase):
 
     def refusal(self, message: str) -> Exception:
         """Return Lightning's exception for a wrong configuration."""
-        error: Exception = self._names.MisconfigurationException(message)
-        return error
+        return self._names.MisconfigurationException(message)
 
     @property
     def stop_requested(self) -> bool:
@@ -163,15 +162,18 @@ class RunningStrategy(StrategyBase):
     @contextlib.contextmanager
     def acting_as(self, rank: int) -> Iterator[None]:
         """Make this process appear as ``rank`` to user code and Lightning's ``rank_zero_only``."""
-        helpers = self._names.rank_zero_only, self._names.fabric_rank_zero_only
-        own, before = [helper.rank for helper in helpers], self._acting_rank
-        self._acting_rank = helpers[0].rank = helpers[1].rank = rank
+        before = self._acting_rank
+        self._act_as(rank)
         try:
             yield
         finally:
-            self._acting_rank = before
-            for helper, number in zip(helpers, own, strict=True):
-                helper.rank = number
+            self._act_as(before)
+
+    def _act_as(self, rank: int | None) -> None:
+        """Set the rank that user code and Lightning's helpers see; None: this rank."""
+        self._acting_rank = rank
+        self._names.rank_zero_only.rank = self.global_rank
+        self._names.fabric_rank_zero_only.rank = self.global_rank
 
     def _alone(self, name: str) -> bool:
         """Return True if the other ranks will not join a collective.
@@ -222,8 +224,7 @@ class RunningStrategy(StrategyBase):
                 return tensor
             group = replicas.handle
         with self.waiting_in("reduction of a value"):
-            result: _T = self._names.sync_tensor(tensor, group, reduce_op=reduce_op)
-        return result
+            return self._names.sync_tensor(tensor, group, reduce_op=reduce_op)
 
     def all_gather(
         self, tensor: Tensor, group: dist.ProcessGroup | None = None, sync_grads: bool = False
@@ -249,8 +250,7 @@ class RunningStrategy(StrategyBase):
                 return tensor.unsqueeze(0)
             group = replicas.handle
         with self.waiting_in("all_gather"):
-            gathered: Tensor = super().all_gather(tensor, group=group, sync_grads=sync_grads)
-        return gathered
+            return super().all_gather(tensor, group=group, sync_grads=sync_grads)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Agree on a decision over the whole world."""

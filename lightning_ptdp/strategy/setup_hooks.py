@@ -58,8 +58,7 @@ class SetupHooks(StepHooks):
 
         They are created on the CPU (or, in ``configure_model``, on the meta device) and moved in
         ``setup``."""
-        context: Context = self.precision_plugin.tensor_init_context()
-        return context
+        return self.precision_plugin.tensor_init_context()
 
     def model_sharded_context(self) -> Context:
         """Return the context in which ``configure_model`` runs."""
@@ -131,13 +130,7 @@ class SetupHooks(StepHooks):
             self._guard = ParameterGuard(
                 module, self.parallel.parameters, self.layout, refuse=self._alone
             )
-        self._surroundings = make_surroundings(
-            config=self.config,
-            mesh=self.mesh,
-            parallel=self.parallel,
-            seed=self.run.seed,
-            device=self.root_device,
-        )
+        self._surroundings = make_surroundings(self)
         self._parallel = apply_block_passes(
             self.parallel,
             config=self.config,
@@ -158,7 +151,7 @@ class SetupHooks(StepHooks):
                 set_magnitudes(module)
 
     def _convert(self) -> None:
-        self.model = convert(self, self.mesh)
+        self.model = convert(self)
         check_max_norm(self.model, self.layout)
         if fits(self.lightning_module.trainer) and self.is_global_zero:
             warn_of_batch_norm(self.model, self.config, self.layout)
@@ -182,9 +175,7 @@ class SetupHooks(StepHooks):
         # before the groups are checked, which does not name parameters
         parallel.check(frozen=self.layout.divides_model)
         with self.waiting_in("comparing the optimizer's parameter groups"):
-            trials = settle_groups(
-                self.optimizers, foreign, parameters, config=self.config, layout=self.layout
-            )
+            trials = settle_groups(self, foreign)
         for optimizer, groups in zip(self.optimizers, trials, strict=True):
             whole = check_elementwise(optimizer, groups, device=self.root_device)
             for parameter in chain.from_iterable(
@@ -231,9 +222,7 @@ class SetupHooks(StepHooks):
         for managed in self.parallel.parameters.values():
             managed.step_on(managed.parameter)
         self._named_groups = self.model_space.names_of_groups()
-        prepare_loss_scaling(
-            self.precision_plugin, self.optimizers, names=self._names, device=self.root_device
-        )
+        prepare_loss_scaling(self)
         if not self.lightning_module.automatic_optimization:
             self.engine.optimization.prepare_manual()
             # Autograd makes the gradients, which are averaged over the replicas. The optimizers are
@@ -286,14 +275,16 @@ class SetupHooks(StepHooks):
                 )
         if self.layout.divides_model:
             replica = self.layout.replica(self.global_rank)
-            read_alike(dataloader, seed_worker=partial(self._names.seed_worker, rank=replica))
+            read_in_same_order(
+                dataloader, seed_worker=partial(self._names.seed_worker, rank=replica)
+            )
         return dataloader
 
 
 # ---- One order of samples in every layout --------------------------------------------------------
 
 
-def read_alike(dataloader: object, *, seed_worker: Callable[[int], None]) -> None:
+def read_in_same_order(dataloader: object, *, seed_worker: Callable[[int], None]) -> None:
     """Let all ranks of a replica read the same samples in the same order.
 
     ``seed_worker`` seeds a worker of the loader by its number and the replica. Lightning would seed

@@ -99,7 +99,7 @@ class World(RunningStrategy):
     @property
     def num_processes(self) -> int:
         """Return the number of processes on this node."""
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+        return len(self.parallel_devices or ())
 
     @property
     def is_distributed(self) -> bool:
@@ -218,8 +218,8 @@ class World(RunningStrategy):
             watchdog.close()  # no teardown would find it
             raise
         if layout.divides_model and "PL_GLOBAL_SEED" not in os.environ:
-            # The ranks of a replica must augment their samples alike. seed_everything has given all
-            # ranks the same seed.
+            # The ranks of a replica must augment their samples in the same way. seed_everything has
+            # given all ranks the same seed.
             seed_process(derive_seed(seed, "process", layout.replica(self.global_rank)))
         trainer = self.lightning_module.trainer
         on_device = self.root_device.type == "cuda"
@@ -255,7 +255,6 @@ class World(RunningStrategy):
         backend = self.config.process_group_backend or self._names.default_backend(self.root_device)
         environment = self.cluster_environment
         limit = self.config.timeout
-        assert environment is not None
         one_machine = self.num_nodes == 1
         by_torchrun = torchrun_keeps_store()
         expected = ExpectedRanks(
@@ -331,4 +330,4 @@ class World(RunningStrategy):
                 self.node_rank * self.num_processes + self.local_rank if world_size > 1 else 0
             )
             self.cluster_environment.set_world_size(world_size)
-        self._names.rank_zero_only.rank = self._names.fabric_rank_zero_only.rank = self.global_rank
+        self._act_as(self._acting_rank)
