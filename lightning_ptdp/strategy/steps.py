@@ -45,10 +45,7 @@ class StepHooks(CheckpointHooks):
         self.trim_heap()
         values = (*args, *kwargs.values())
         has_peers = self.mesh.layout.world_size > 1
-        with self._during("step"):
-            numbers = self.engine.agreement.collect(values[0], training=True)
-        maxima = self._agree("step", dist.group.WORLD if has_peers else None, numbers)
-        self.engine.agreement.take(maxima, training=True)
+        self._agree("step", dist.group.WORLD if has_peers else None, values[0], training=True)
         with self._during("step"):
             if has_peers:
                 self.run.validation_clock.agree(self.reduce_boolean_decision)
@@ -219,9 +216,8 @@ class StepHooks(CheckpointHooks):
         # Replicas may have different numbers of batches. Only the ranks of one replica agree,
         # because the other ranks of a fit would wait for them.
         interrupts = self.layout.num_replicas == 1 or not fits(self.lightning_module.trainer)
-        numbers = self.engine.agreement.collect(args[0], training=False)
-        maxima = self._agree(hook, self.mesh.group("model").handle, numbers, interrupts=interrupts)
-        self.engine.agreement.take(maxima, training=False)
+        group = self.mesh.group("model").handle
+        self._agree(hook, group, args[0], training=False, interrupts=interrupts)
         with self._during(hook):
             return self.engine.evaluation_step(hook, partial(self.one_step, hook, context), args)
 
@@ -229,23 +225,27 @@ class StepHooks(CheckpointHooks):
         self,
         action: str,
         group: dist.ProcessGroup | None,
-        numbers: Tensor | None,
+        batch: Nested,
         *,
+        training: bool,
         interrupts: bool = True,
-    ) -> Sequence[int]:
-        """Return the maximum of ``numbers`` over ``group``.
+    ) -> None:
+        """Compare facts about the batch and requests to stop over ``group``.
 
         Raises:
             KeyboardInterrupt: A rank of the group was asked to end.
         """
-        with self._during(action), self.run.watchdog.counting("the start of a step elsewhere"):
-            ends, maxima = self.run.stop_request.heed(
-                group, self.root_device, interrupts=interrupts, beside=numbers
-            )
+        agreement = self.engine.agreement
+        with self._during(action):
+            numbers = agreement.collect(batch, training=training)
+            with self.run.watchdog.counting("the start of a step elsewhere"):
+                ends, maxima = self.run.stop_request.agree(
+                    group, self.root_device, interrupts=interrupts, numbers=numbers
+                )
         if ends:
             # raised outside: nothing has failed, and all ranks can still save
             raise KeyboardInterrupt
-        return maxima
+        agreement.take(maxima, training=training)
 
     def _during(self, action: str) -> Context:
         """Return a context that shows this rank's action to ranks that wait for it."""

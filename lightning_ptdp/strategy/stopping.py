@@ -63,13 +63,13 @@ class StopRequest:
             trainer, sigterm=None if alone else self._note, register=self._register
         )
 
-    def heed(
+    def agree(
         self,
         group: dist.ProcessGroup | None,
         device: torch.device,
         *,
         interrupts: bool = True,
-        beside: Tensor | None = None,
+        numbers: Tensor | None = None,
     ) -> tuple[bool, Sequence[int]]:
         """Agree over ``group`` on requests to stop; return True if all ranks must end here.
 
@@ -81,34 +81,34 @@ class StopRequest:
             group: Ranks that work on the same batches; None is this rank alone.
             device: Device with which the group communicates.
             interrupts: Whether a signal may end the ranks here. If not, a later call reports it.
-            beside: (n) int64, further numbers; their maximum over the group is returned too.
+            numbers: (n) int64; their maxima over the group are returned too.
         """
         request = _TERMINATE if self.received else 0
         if interrupts and signal.SIGINT in self._notes.received:
             request = _INTERRUPT
         maxima: Sequence[int] = ()
         if group is not None:
-            request, *maxima = self._agree(request, beside, group, device)
+            request, *maxima = self._maxima(request, numbers, group, device)
         if request == _TERMINATE and interrupts:
             announce_sigterm(self._trainer)
         return request == _INTERRUPT, maxima
 
-    def _agree(
-        self, request: int, beside: Tensor | None, group: dist.ProcessGroup, device: torch.device
+    def _maxima(
+        self, request: int, numbers: Tensor | None, group: dist.ProcessGroup, device: torch.device
     ) -> list[int]:
         maxima = torch.tensor([request]).to(device, non_blocking=True)
-        if beside is not None:
-            maxima = torch.cat([maxima, beside])
+        if numbers is not None:
+            maxima = torch.cat([maxima, numbers])
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
         if device.type != "cuda":
             return [int(number) for number in maxima.tolist()]
         event = torch.cuda.Event()
         latest = maxima.to("cpu", non_blocking=True), event
         event.record()
-        numbers, event = self._agreed.get(group, latest)
+        earlier, event = self._agreed.get(group, latest)
         self._agreed[group] = latest
         event.synchronize()
-        return [int(number) for number in numbers.tolist()]
+        return [int(number) for number in earlier.tolist()]
 
     def _register(self) -> None:
         """Register the handlers after Lightning's own.
