@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,15 @@ def checkpoint_dirs(trainer: Trainer) -> list[Place]:
     return [located(folder) for folder in folders if folder is not None]
 
 
+def hyperparameters(module: LightningModule) -> dict[str, dict[str, Any]]:
+    """Return those of a module and of its data module, by their keys in checkpoints."""
+    owners = {
+        "hyper_parameters": module,
+        "datamodule_hyper_parameters": getattr(module.trainer, "datamodule", None),
+    }
+    return {key: dict(getattr(owner, "hparams", {})) for key, owner in owners.items()}
+
+
 def mlflow_loggers(trainer: Trainer) -> list[MLFlowLogger]:
     """Return the loggers of a run that are this package's ``MLFlowLogger``."""
     return [logger for logger in trainer.loggers if isinstance(logger, MLFlowLogger)]
@@ -117,23 +126,17 @@ def keep_files(
         rank_zero_warn(f"the {kind} of step {step} could not be written: {error}")
         return False
     for logger in trainer.loggers:
-        _store_files(logger, [*files], folder=kind)
+        if not _is(logger, "MLFlowLogger"):
+            continue
+        try:
+            for file in files:
+                logger.experiment.log_artifact(logger.run_id, str(file), kind)
+        except Exception as error:
+            rank_zero_warn(
+                f"{kind}: the files of step {step} could not be stored with the run. They are in "
+                f"{folder}: {error}"
+            )
     return True
-
-
-def _store_files(logger: Logger, files: Sequence[Path], *, folder: str) -> None:
-    """Store files in ``folder`` of the run's artifacts in MLflow.
-
-    A failure is a warning, because the files remain on disk."""
-    if not _is(logger, "MLFlowLogger"):
-        return
-    try:
-        for file in files:
-            logger.experiment.log_artifact(logger.run_id, str(file), folder)
-    except Exception as error:
-        rank_zero_warn(
-            f"{files[0].name} could not be stored with the run. It is in {files[0].parent}: {error}"
-        )
 
 
 def _is(logger: Logger, name: str) -> bool:

@@ -1,8 +1,8 @@
 """Numbers of tokens per expert, counted on the device and summed over the ranks on demand.
 
 The counted values are the choices of experts with which the modules of experts are called. Ranks
-that hold the same tokens count them again, and so does a recomputation. This applies to all tokens
-of a layer alike, so that the *share* of an expert is right in every layout."""
+that hold the same tokens count them again, and so does a recomputation. This applies
+equally to all tokens of a layer, so that the *share* of an expert is right in every layout."""
 
 from __future__ import annotations
 
@@ -74,8 +74,7 @@ class _Layer:
         entropy: (2,) float64, another view: sum of the entropies of the router's probabilities, and
             the number of tokens in it.
         scores: Last output before the experts that has the form of the router's scores, (..., E).
-        scored_by: Module beside the experts that made the scores, itself or by a module inside of
-            it.
+        scored_by: Sibling of the experts that made the scores, itself or by a module inside of it.
     """
 
     counts: Tensor

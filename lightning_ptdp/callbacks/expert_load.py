@@ -27,7 +27,7 @@ class ExpertLoad(Callback):
       1 if it is even and 0 if one expert gets everything, mean over the layers;
     - ``dead_experts``: the number of experts of all layers that got no token;
     - ``router_entropy``: the entropy of a router's distribution for a token, scaled in the same
-      way, mean over tokens and layers. It is computed from the scores that a module beside the
+      way, mean over tokens and layers. It is computed from the scores that a sibling of the
       experts returns, one for each expert, as probabilities or before the softmax (also if the
       router takes each one's sigmoid). It is left out if no module returns such scores.
 

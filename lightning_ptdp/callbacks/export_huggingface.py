@@ -13,7 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_ptdp.base.option_types import Size, check_arguments, check_writable_folder
-from lightning_ptdp.callbacks.artifacts import mlflow_loggers
+from lightning_ptdp.callbacks.artifacts import hyperparameters, mlflow_loggers
 from lightning_ptdp.checkpoint import files
 from lightning_ptdp.checkpoint.local_copies import readable
 from lightning_ptdp.checkpoint.remote_path import Place, located
@@ -106,9 +106,7 @@ class ExportHuggingFace(pl.Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse an export that could not be written at the end."""
-        data: Any = getattr(trainer, "datamodule", None)
-        read = [dict(pl_module.hparams), dict(getattr(data, "hparams", {})), trainer.ckpt_path]
-        self.check(trainer, read)
+        self.check(trainer, [hyperparameters(pl_module), trainer.ckpt_path])
         if not hasattr(trainer.strategy, "export_huggingface"):
             raise ValueError(
                 'ExportHuggingFace needs Trainer(strategy="ptdp"), not '
@@ -144,7 +142,7 @@ class ExportHuggingFace(pl.Callback):
             self._export(trainer)
 
     def _export(self, trainer: pl.Trainer, *, check_only: bool = False) -> None:
-        strategy: Any = trainer.strategy
+        strategy = trainer.strategy
         folder = located(self._folder)
         if self._when == "checkpoint":
             folder = folder / f"step-{trainer.global_step}"

@@ -16,7 +16,7 @@ from lightning_ptdp.schedule.simulate import Timeline
 
 
 class PipelineTimeline(Callback):
-    """Callback that records training steps and draws them beside their ideal timeline.
+    """Callback that records training steps and draws them with their ideal timeline.
 
     The ideal timeline is the same schedule with the mean measured costs and free messages. Every
     pipeline rank of the first replica records. The files ``step-000100.png`` and

@@ -120,7 +120,7 @@ class InitFrom(Callback):
         """Load the weights, unless those of a resumed checkpoint have been restored already.
 
         If the model is cut, a resumed checkpoint is restored after this hook."""
-        strategy: Any = trainer.strategy
+        strategy = trainer.strategy
         if not hasattr(strategy, "load_weights"):
             raise ValueError(
                 f'InitFrom needs Trainer(strategy="ptdp"), not {type(strategy).__name__}'
@@ -228,23 +228,23 @@ class RunReport(Callback):
 
 def _record(trainer: Trainer, *, finished: bool) -> RunRecord:
     callbacks = model_checkpoints(trainer)
-    fields: dict[str, Any] = {}
-    for callback in callbacks:
-        if callback.monitor and "monitor" not in fields:
-            score = callback.best_model_score
-            fields |= {
-                "best_checkpoint": callback.best_model_path,
-                "monitor": callback.monitor,
-                "best_score": None if score is None else float(score),
-            }
-    for logger in trainer.loggers:
-        if hasattr(logger, "tracking_uri") and hasattr(logger, "run_id") and "url" not in fields:
-            fields |= {
-                "tracking_uri": str(logger.tracking_uri),
-                "run_id": str(logger.run_id),
-                "url": str(getattr(logger, "url", "")),
-            }
+    monitoring = next((c for c in callbacks if c.monitor), None)
+    tracking = next((one for one in trainer.loggers if hasattr(one, "tracking_uri")), None)
     measured = next((c for c in trainer.callbacks if isinstance(c, Goodput)), None)
+    fields: dict[str, Any] = {}
+    if monitoring is not None:
+        score = monitoring.best_model_score
+        fields |= {
+            "best_checkpoint": monitoring.best_model_path,
+            "monitor": monitoring.monitor,
+            "best_score": None if score is None else float(score),
+        }
+    if tracking is not None and hasattr(tracking, "run_id"):
+        fields |= {
+            "tracking_uri": str(tracking.tracking_uri),
+            "run_id": str(tracking.run_id),
+            "url": str(getattr(tracking, "url", "")),
+        }
     return RunRecord(
         folder=str(run_folder(trainer)),
         checkpoint=next(

@@ -69,14 +69,12 @@ class SaveOnSignal(pl.Callback):
         self._before = {number: signal.getsignal(number) for number in numbers}
         self._notes = SignalNotes(_ANNOUNCEMENT if trainer.is_global_zero else "")
         self._notes.take(*numbers)
-        handlers = {
-            number: handler
-            for number, handler in self._before.items()
-            if isinstance(handler, HeldSignal)
-        }
-        self._after = {number: requeue_handler(trainer) for number in handlers}
+        for number, handler in self._before.items():
+            if isinstance(handler, HeldSignal):
+                self._after[number] = requeue_handler(trainer)
+                if handler.received:
+                    self._notes.received.add(number)
         self._before |= self._after
-        self._notes.received |= {number for number, handler in handlers.items() if handler.received}
         self._left = {Path(trainer.ckpt_path).resolve()} if trainer.ckpt_path else set()
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
@@ -144,7 +142,7 @@ class SaveOnSignal(pl.Callback):
         self._remove_superseded(trainer)
 
     def _remove_superseded(self, trainer: pl.Trainer) -> None:
-        strategy: Any = trainer.strategy
+        strategy = trainer.strategy
         if not hasattr(strategy, "run_facts"):
             return
         _finish_saving(trainer)
@@ -215,7 +213,7 @@ def _metadata(path: Path) -> CheckpointMetadata | None:
 
 
 def _finish_saving(trainer: pl.Trainer) -> None:
-    strategy: Any = trainer.strategy
+    strategy = trainer.strategy
     if hasattr(strategy, "finish_saving"):
         strategy.finish_saving()
 

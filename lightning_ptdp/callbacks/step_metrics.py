@@ -34,7 +34,7 @@ class GradientNorm(Callback):
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
         """Compute the norm before clipping changes the gradient."""
-        strategy: Any = trainer.strategy
+        strategy = trainer.strategy
         if hasattr(strategy, "compute_gradient_norm"):
             self._norm = None if trainer.gradient_clip_val else strategy.compute_gradient_norm()
         elif isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)):
@@ -229,7 +229,7 @@ class Goodput(Callback):
         self._in_steps = self._batch_began = 0.0
         self._between = self._ended = 0.0
         self.slowest = ""
-        """Description of the slowest rank, after training; "" if all ranks waited alike."""
+        """Description of the slowest rank, after training; "" if all ranks waited equally."""
 
     @property
     def share(self) -> float:
@@ -257,7 +257,7 @@ class Goodput(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the share, on global rank 0."""
         found = {"goodput": self.share}
-        strategy: Any = trainer.strategy
+        strategy = trainer.strategy
         if self._ended and hasattr(strategy, "gather_waits"):
             seconds = time.perf_counter() - self._first_ended
             found |= self._compare(strategy.gather_waits(self._between), seconds)
@@ -270,7 +270,8 @@ class Goodput(Callback):
     ) -> dict[str, float]:
         """Describe the rank that waited least, and return the numbers to log."""
         totals = [sum(waits.values()) for _, waits in ranks]
-        rank, longest = totals.index(min(totals)), max(totals)
+        rank = totals.index(min(totals))
+        longest = max(totals)
         seconds = max(seconds, longest)  # the first batch of another rank may have ended earlier
         if longest - totals[rank] < _SLOWER * seconds:
             return {}

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_ptdp.base.option_types import Size, check_arguments
 from lightning_ptdp.base.output import say
-from lightning_ptdp.callbacks.artifacts import run_folder, store_table
+from lightning_ptdp.callbacks.artifacts import hyperparameters, run_folder, store_table
 from lightning_ptdp.generation import Sampling, generate
 from lightning_ptdp.generation.decoders import language_model
 from lightning_ptdp.generation.tokenizer_text import TextTokenizer, find_tokenizer
@@ -100,8 +100,8 @@ def _indices(trainer: Trainer, batch_idx: int, dataloader_idx: int) -> list[int]
     loader = trainer.predict_dataloaders
     if isinstance(loader, (list, tuple)):
         loader = loader[dataloader_idx]
-    tell = getattr(loader, "indices", None)
-    return list(tell(batch_idx)) if callable(tell) else None
+    indices = getattr(loader, "indices", None)
+    return list(indices(batch_idx)) if callable(indices) else None
 
 
 def _records(outputs: object, indices: list[int] | None) -> Iterator[Record]:
@@ -242,13 +242,7 @@ class WriteSamples(Callback):
 
         def encode() -> tuple[list[str], list[list[int]], frozenset[int]]:
             if self._tokenizer is None:
-                state = {
-                    "hyper_parameters": dict(module.hparams),
-                    "datamodule_hyper_parameters": dict(
-                        getattr(getattr(trainer, "datamodule", None), "hparams", {})
-                    ),
-                }
-                self._tokenizer = find_tokenizer(state, self.tokenizer)
+                self._tokenizer = find_tokenizer(hyperparameters(module), self.tokenizer)
             tokenizer = self._tokenizer
             texts = _texts(self.prompts)
             rows = [
@@ -298,8 +292,7 @@ def on_rank_zero(trainer: Trainer, make: Callable[[], _T]) -> _T:
     value, problem = trainer.strategy.broadcast((value, problem))
     if problem:
         raise ValueError(problem)
-    result: _T = value
-    return result
+    return value
 
 
 def _texts(prompts: list[str] | str) -> list[str]:

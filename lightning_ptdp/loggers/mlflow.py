@@ -313,7 +313,7 @@ class MLFlowLogger(Logger):
         run.finalized = True
         final_status = status
         if status not in ("success", "finished"):
-            # Lightning only tells loggers that a run failed.
+            # Lightning passes only that a run failed.
             raised = {
                 kind.__name__ for cause in causes(sys.exc_info()[1]) for kind in type(cause).__mro__
             }
@@ -382,7 +382,7 @@ class MLFlowLogger(Logger):
 
     @property
     def _folder(self) -> Path:
-        """Return the folder of the run, beside its checkpoints."""
+        """Return the folder of the run, which also has its checkpoints."""
         return Path(self._save_dir, self.name, str(self._run_id))
 
     def _end_at_exit(self) -> None:

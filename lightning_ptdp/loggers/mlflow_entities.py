@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # imported when used
 
 _VALUE_LIMIT = 500
 _MAX_LISTED = 5
-_DIGEST = 8  # characters, as in MLflow's own digests: its list of runs shows them beside the name
+_DIGEST = 8  # characters, as in MLflow's own digests, which its list of runs shows after the name
 
 
 def allowed_name(name: str) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from lightning_ptdp.callbacks.artifacts import hyperparameters
 from lightning_ptdp.checkpoint import (
     CheckpointError,
     LocalRectangle,
@@ -113,8 +114,8 @@ def _collected(
 ) -> Iterator[list[LocalRectangle]]:
     """Return a context with all rectangles on rank 0, which reads them, and none elsewhere.
 
-    Nodes share no disk for an export to an address. The ranks save weights beside it until rank 0
-    has read them.
+    Nodes share no disk for an export to an address. The ranks save weights in the same place until
+    rank 0 has read them.
     """
     spare = target.parent / f"{target.name}.weights"
     write_checkpoint(spare, rectangles=rectangles, state={}, metadata={})
@@ -133,9 +134,7 @@ def _described(module: LightningModule, prefix: str | None) -> tuple[Described, 
         CheckpointError: The module holds several Hugging Face models, or it holds none and is not a
             model of this package.
     """
-    data = getattr(module.trainer, "datamodule", None)
-    owners = {"hyper_parameters": module, "datamodule_hyper_parameters": data}
-    state = {name: dict(getattr(owner, "hparams", {})) for name, owner in owners.items()}
+    state = hyperparameters(module)
     models = models_in(module)
     if not models:
         return described_by_state(state), prefix
