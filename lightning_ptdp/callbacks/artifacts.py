@@ -83,7 +83,7 @@ def checkpoint_dirs(trainer: Trainer) -> list[Place]:
 
 
 def hyperparameters(module: LightningModule) -> dict[str, dict[str, Any]]:
-    """Return those of a module and of its data module, by their keys in checkpoints."""
+    """Return the hyperparameters of a module and its data, by their keys in checkpoints."""
     owners = {
         "hyper_parameters": module,
         "datamodule_hyper_parameters": getattr(module.trainer, "datamodule", None),

@@ -13,9 +13,9 @@ from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.parallel_model import ParallelModel
 from lightning_ptdp.schedule import ideal_bubble
 from lightning_ptdp.schedule.generators import schedule_name
+from lightning_ptdp.shims.lightning import StrategyBase
 from lightning_ptdp.tensor_parallel import Experts
 from lightning_ptdp.world.layout import ParallelLayout
-from lightning_ptdp.world.mesh import ProcessMesh
 
 _CHOSEN = ("top_k", "experts_per_token", "num_experts_per_tok", "num_experts_per_token")
 
@@ -79,15 +79,17 @@ class StrategySummary:
     notes: tuple[str, ...] = ()
 
 
-def summarize(*, parallel: ParallelModel, mesh: ProcessMesh, config: PTDPConfig) -> StrategySummary:
+def summarize(strategy: StrategyBase) -> StrategySummary:
     """Return the summary of a run: degrees, stages, parameters per rank and the ideal bubble.
 
     Collective over the world."""
-    layout = mesh.layout
+    config: PTDPConfig = strategy.config
+    parallel: ParallelModel = strategy.parallel
+    layout: ParallelLayout = strategy.layout
     microbatches = config.usual_microbatches
     schedule = None if microbatches is None else config.build_schedule(microbatches)
     local = _held(parallel)
-    all_held = mesh.world.gather(local)
+    all_held = strategy.mesh.world.gather(local)
     once = [all_held[rank] for rank in layout.group_of("shards", 0)]
     total = sum(held.counted for held in once)
     resting = [held.resting for held in once]

@@ -17,9 +17,17 @@ from typing import Any, TypeVar
 import torch
 
 from lightning_ptdp.base.output import survive_closed_output
+from lightning_ptdp.forward.surroundings import Context
 from lightning_ptdp.parameters.materialize import Materializer, make_room
 from lightning_ptdp.pipeline.p2p import PeerError
-from lightning_ptdp.shims.lightning import Launcher, StrategyBase, Trainer, fits, lightning_names
+from lightning_ptdp.shims.lightning import (
+    Launcher,
+    LightningNames,
+    StrategyBase,
+    Trainer,
+    fits,
+    lightning_names,
+)
 from lightning_ptdp.shims.torch_distributed import is_communication_error
 from lightning_ptdp.strategy.checkpoint_hooks import CheckpointHooks
 from lightning_ptdp.strategy.stopping import (
@@ -53,10 +61,10 @@ def make_launcher(strategy: StrategyBase) -> Launcher:
             'Trainer(strategy="ptdp_fork") or start_method="fork" and do not use CUDA before '
             "fit, or run a script"
         )
-    subprocesses, workers = _launcher_classes(strategy._names.namespace)
+    namespace = strategy._names.namespace
     if start_method == "popen":
-        return subprocesses(strategy)
-    return workers(strategy, start_method)
+        return _launcher_class(namespace, _CheckedSubprocesses)(strategy)
+    return _launcher_class(namespace, _CheckedProcesses)(strategy, start_method)
 
 
 class InProcessLauncher:
@@ -104,140 +112,138 @@ def _end_loggers(trainer: Trainer | None) -> None:
             warnings.warn(f"{type(logger).__name__} could not be closed: {error}", stacklevel=2)
 
 
-@lru_cache(maxsize=2)
-def _launcher_classes(namespace: str) -> tuple[type[Launcher], type[Launcher]]:
-    names = lightning_names(namespace)
-    subprocess_launcher: Any = names.SubprocessLauncher
-    multiprocessing_launcher: Any = names.MultiProcessingLauncher
+class _CheckedLauncher(Launcher):
+    """Base of the launchers that start processes, in addition to a class of Lightning's.
 
-    def reduce(launcher: Launcher) -> tuple[object, ...]:
+    A derived class has the method ``_starting``, which returns the context of the start."""
+
+    _names: LightningNames
+    _strategy: StrategyBase
+
+    def launch(
+        self,
+        function: Callable[..., _T],
+        *args: object,
+        trainer: Trainer | None = None,
+        **kwargs: object,
+    ) -> _T:
+        """Run the checks, then start the processes."""
+        self._strategy.check_before_launch(trainer, args)
+        with self._starting(trainer):
+            return super().launch(function, *args, trainer=trainer, **kwargs)
+
+    def __reduce__(self) -> tuple[object, ...]:
         # Classes made in a function cannot be found by name. Spawned processes get them from the
         # arguments of this function.
-        return (
-            _bare_launcher,
-            (namespace, _launcher_classes(namespace).index(type(launcher))),
-            launcher.__getstate__(),
+        return _bare_launcher, (self._names.namespace, type(self).__mro__[1]), self.__getstate__()
+
+
+class _CheckedSubprocesses(_CheckedLauncher):
+    """Launcher that re-runs the script once for each process."""
+
+    def __init__(self, strategy: StrategyBase) -> None:
+        super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
+        self._strategy = strategy
+
+    def _starting(self, trainer: Trainer | None) -> Context:
+        return ending_children_on_sigterm(self)
+
+    def kill(self, signum: int) -> None:
+        """Send a signal to the processes; after SIGKILL, wait for their end.
+
+        Their end then does not count as a failure, for which Lightning would also kill this
+        process."""
+        super().kill(signum)
+        if signum == signal.SIGKILL:
+            for process in self.procs:
+                process.wait()
+            self.procs.clear()
+
+
+class _CheckedProcesses(_CheckedLauncher):
+    """Launcher that forks or spawns processes and returns the whole model to the main one.
+
+    Lightning's launcher sends the weights through a file in the temporary folder, which may be
+    small or on a disk."""
+
+    _weights_path: str | None = None
+
+    @contextmanager
+    def _starting(self, trainer: Trainer | None) -> Iterator[None]:
+        self._strategy.ranks_failed = False
+        returns = trainer is not None and fits(trainer) and self._strategy.returns_weights
+        try:
+            with (
+                shared_file() if returns else contextlib.nullcontext() as self._weights_path,
+                handing_on_ctrl_c(self),
+            ):
+                yield
+        except BaseException:
+            self._strategy.ranks_failed = True
+            raise
+
+    def _wrapping_function(self, process_idx: int, trainer: Trainer, *call: Any) -> None:
+        # The garbage collector writes to every object that it inspects, and the kernel copies
+        # every memory page that a forked process writes to.
+        gc.freeze()
+        not_handing_on()
+        survive_closed_output()
+        try:
+            super()._wrapping_function(process_idx, trainer, *call)
+        except KeyboardInterrupt:
+            _end_loggers(trainer)
+            sys.exit(INTERRUPTED)  # some versions of torch report it as success
+        except SystemExit as system_exit:
+            _end_loggers(trainer)
+            if process_idx == 0 and not system_exit.code:
+                # the queue of results follows the function and its arguments
+                call[3].put(_Ended())
+            raise
+        except Exception as error:
+            peer_lost = isinstance(error, PeerError) or is_communication_error(error)
+            # The main process shows the error of the rank that ends first, and ends the other
+            # ranks by SIGTERM. Wait for SIGTERM, so that the lost rank ends first.
+            if peer_lost and not self._strategy.stop_requested:
+                time.sleep(_LAST_WORD_S)
+            if _FORKED_TOO_LATE in str(error):
+                error.add_note(
+                    "A backward ran in the parent process before the fork and left "
+                    "threads there. Do not use the GPU or run a backward before fit, or "
+                    "use start_method='popen'."
+                )
+            raise
+
+    def _collect_rank_zero_results(self, trainer: Trainer, results: object) -> object:
+        if self._weights_path is not None:
+            _write_weights(self._strategy, self._weights_path)
+        if self._strategy.local_rank != 0:
+            return None
+        best = getattr(trainer.checkpoint_callback, "best_model_path", None)
+        return self._names.WorkerOutput(
+            best, self._weights_path, trainer.state, results, self.get_extra_results(trainer)
         )
 
-    class CheckedSubprocessLauncher(subprocess_launcher):
-        """Launcher that re-runs the script once for each process."""
-
-        def __init__(self, strategy: StrategyBase) -> None:
-            super().__init__(
-                strategy.cluster_environment, strategy.num_processes, strategy.num_nodes
-            )
-            self._strategy = strategy
-
-        def launch(
-            self,
-            function: Callable[..., _T],
-            *args: object,
-            trainer: Trainer | None = None,
-            **kwargs: object,
-        ) -> _T:
-            self._strategy.check_before_launch(trainer, args)
-            with ending_children_on_sigterm(self):
-                return super().launch(function, *args, trainer=trainer, **kwargs)
-
-        def kill(self, signum: int) -> None:
-            """Send a signal to the processes; after SIGKILL, wait for their end.
-
-            Their end then does not count as a failure, for which Lightning would also kill this
-            process."""
-            super().kill(signum)
-            if signum == signal.SIGKILL:
-                for process in self.procs:
-                    process.wait()
-                self.procs.clear()
-
-        __reduce__ = reduce
-
-    class CheckedMultiProcessingLauncher(multiprocessing_launcher):
-        """Launcher that forks or spawns processes and returns the whole model to the main one.
-
-        Lightning's launcher sends the weights through a file in the temporary folder, which may be
-        small or on a disk."""
-
-        _weights_path: str | None = None
-
-        def launch(
-            self,
-            function: Callable[..., _T],
-            *args: object,
-            trainer: Trainer | None = None,
-            **kwargs: object,
-        ) -> _T:
-            self._strategy.check_before_launch(trainer, args)
-            self._strategy.ranks_failed = False
-            returns = trainer is not None and fits(trainer) and self._strategy.returns_weights
-            try:
-                with (
-                    shared_file() if returns else contextlib.nullcontext() as self._weights_path,
-                    handing_on_ctrl_c(self),
-                ):
-                    return super().launch(function, *args, trainer=trainer, **kwargs)
-            except BaseException:
-                self._strategy.ranks_failed = True
-                raise
-
-        def _wrapping_function(self, process_idx: int, trainer: Trainer, *call: Any) -> None:
-            # The garbage collector writes to every object that it inspects, and the kernel copies
-            # every memory page that a forked process writes to.
-            gc.freeze()
-            not_handing_on()
-            survive_closed_output()
-            try:
-                super()._wrapping_function(process_idx, trainer, *call)
-            except KeyboardInterrupt:
-                _end_loggers(trainer)
-                sys.exit(INTERRUPTED)  # some versions of torch report it as success
-            except SystemExit as system_exit:
-                _end_loggers(trainer)
-                if process_idx == 0 and not system_exit.code:
-                    # the queue of results follows the function and its arguments
-                    call[3].put(_Ended())
-                raise
-            except Exception as error:
-                peer_lost = isinstance(error, PeerError) or is_communication_error(error)
-                # The main process shows the error of the rank that ends first, and ends the other
-                # ranks by SIGTERM. Wait for SIGTERM, so that the lost rank ends first.
-                if peer_lost and not self._strategy.stop_requested:
-                    time.sleep(_LAST_WORD_S)
-                if _FORKED_TOO_LATE in str(error):
-                    error.add_note(
-                        "A backward ran in the parent process before the fork and left "
-                        "threads there. Do not use the GPU or run a backward before fit, or "
-                        "use start_method='popen'."
-                    )
-                raise
-
-        def _collect_rank_zero_results(self, trainer: Trainer, results: object) -> object:
-            if self._weights_path is not None:
-                _write_weights(self._strategy, self._weights_path)
-            if self._strategy.local_rank != 0:
-                return None
-            best = getattr(trainer.checkpoint_callback, "best_model_path", None)
-            return names.WorkerOutput(
-                best, self._weights_path, trainer.state, results, self.get_extra_results(trainer)
-            )
-
-        def _recover_results_in_main_process(self, worker_output: Any, trainer: Trainer) -> None:
-            if isinstance(worker_output, _Ended):
-                raise SystemExit
-            if worker_output.weights_path is not None:
-                _read_weights(self._strategy, worker_output.weights_path)
-            super()._recover_results_in_main_process(
-                worker_output._replace(weights_path=None), trainer
-            )
-
-        __reduce__ = reduce
-
-    return CheckedSubprocessLauncher, CheckedMultiProcessingLauncher
+    def _recover_results_in_main_process(self, worker_output: Any, trainer: Trainer) -> None:
+        if isinstance(worker_output, _Ended):
+            raise SystemExit
+        if worker_output.weights_path is not None:
+            _read_weights(self._strategy, worker_output.weights_path)
+        super()._recover_results_in_main_process(worker_output._replace(weights_path=None), trainer)
 
 
-def _bare_launcher(namespace: str, index: int) -> Launcher:
+@lru_cache(maxsize=4)
+def _launcher_class(namespace: str, launcher: type[_CheckedLauncher]) -> type[_CheckedLauncher]:
+    """Return ``launcher`` on top of Lightning's class in one of its namespaces."""
+    names = lightning_names(namespace)
+    base = names.MultiProcessingLauncher
+    if launcher is _CheckedSubprocesses:
+        base = names.SubprocessLauncher
+    return type(launcher.__name__, (launcher, base), {"_names": names})
+
+
+def _bare_launcher(namespace: str, launcher: Any) -> Launcher:
     """Return a launcher without attributes, which pickle fills."""
-    return object.__new__(_launcher_classes(namespace)[index])
+    return object.__new__(_launcher_class(namespace, launcher))
 
 
 # ---- Trained weights, returned to the process that started the ranks ------------------------------

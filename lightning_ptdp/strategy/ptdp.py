@@ -184,7 +184,7 @@ class _PTDPStrategy(SetupHooks):
 
     def summary(self) -> StrategySummary:
         """Return a summary of the layout; collective, after ``setup``."""
-        return summarize(parallel=self.parallel, mesh=self.mesh, config=self.config)
+        return summarize(self)
 
     def on_train_start(self) -> None:
         """Check that the hooks before the training did not replace parameters."""
