@@ -341,11 +341,11 @@ class PTDPConfig(Degrees):
             num_microbatches=num_microbatches,
             training=training,
             group_size=self.microbatch_group_size,
-            whole_chunks=self.whole_chunks,
+            max_gathered_chunks=self.max_gathered_chunks,
         )
 
     @property
-    def whole_chunks(self) -> int | None:
+    def max_gathered_chunks(self) -> int | None:
         """Return the number of gathered chunks that a rank holds at a time.
 
         The result is None if the schedule does not gather parameters.
@@ -355,13 +355,13 @@ class PTDPConfig(Degrees):
         return self.virtual_pipeline_size if self.reshards_after == "step" else 2
 
     @property
-    def sums_runs(self) -> bool:
+    def adds_consecutive(self) -> bool:
         """Return True if a chunk stays gathered while consecutive microbatches run on it.
 
         Its parameters and gradients then stay unsharded, and its gradients are reduced once for
         these microbatches. With a single chunk per rank, this would last for the whole step.
         """
-        return self.whole_chunks is not None and self.virtual_pipeline_size > 1
+        return self.max_gathered_chunks is not None and self.virtual_pipeline_size > 1
 
     @property
     def reshards_after(self) -> Resharding:

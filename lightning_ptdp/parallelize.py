@@ -38,7 +38,7 @@ from lightning_ptdp.blocks.recompute import Recomputed, apply_recomputation
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel.gradient_store import make_reductions
 from lightning_ptdp.data_parallel.sharded_parameters import GatheredForward, ShardedParameters
-from lightning_ptdp.forward.own_forward import give_back_forwards
+from lightning_ptdp.forward.own_forward import restore_forwards
 from lightning_ptdp.forward.surroundings import Surroundings
 from lightning_ptdp.parallel_model import ParallelModel, build_local, checked_kinds
 from lightning_ptdp.parameters.managed_parameter import (
@@ -251,9 +251,7 @@ def apply_block_passes(
     blocks = parallel.blocks
     shards = parallel.shards
     notes = parallel.notes
-    give_back_forwards(
-        module, Float8Linear, CompiledForward, GatheredForward, Recomputed, Offloaded
-    )
+    restore_forwards(module, Float8Linear, CompiledForward, GatheredForward, Recomputed, Offloaded)
     # Products in pieces that overlap with collectives: an option of the layers that kinds have made.
     if config.tensor_overlap != 1:
         overlap_collectives(module, pieces=config.tensor_overlap, group=mesh.group("tensor"))

@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_ptdp.blocks.local_blocks import CompiledForward, compile_blocks
 from lightning_ptdp.config import PTDPConfig
-from lightning_ptdp.forward.own_forward import give_back_forwards
+from lightning_ptdp.forward.own_forward import restore_forwards
 from lightning_ptdp.models import GPT, gpt_plan
 from lightning_ptdp.parallelize import parallelize
 from lightning_ptdp.strategy import PTDPStrategy
@@ -197,7 +197,7 @@ def _compiled(module, **given):
         "options": AOT["compile_options"],
         **given,
     }
-    give_back_forwards(module, CompiledForward)
+    restore_forwards(module, CompiledForward)
     compile_blocks(module, blocks=None, **options)
     return [
         isinstance(getattr(block.forward, "__self__", None), CompiledForward)

@@ -20,7 +20,7 @@ from lightning_ptdp.pipeline.p2p import PeerError
 from lightning_ptdp.strategy import PTDPStrategy, rendezvous
 from lightning_ptdp.strategy.expected_ranks import ExpectedRanks
 from lightning_ptdp.strategy.rendezvous import join
-from lightning_ptdp.world.rendezvous_address import listen_on_loopback, meeting_store
+from lightning_ptdp.world.rendezvous_address import listen_on_loopback, rendezvous_store
 
 pytestmark = pytest.mark.thorough
 
@@ -40,7 +40,7 @@ def place():
     """Host a store like torchrun."""
     # Unlike torch, listen on one interface: with slow name resolution, a store on all interfaces
     # blocks for every rank that connects.
-    store = meeting_store("127.0.0.1", 0, keeps=True, one_machine=True, limit=LIMIT)
+    store = rendezvous_store("127.0.0.1", 0, keeps=True, one_machine=True, limit=LIMIT)
     yield Place(store.port)
     del store
 
@@ -52,7 +52,7 @@ def joined(place, rank, world_size, make):
     crowd = ExpectedRanks(rank=rank, world_size=world_size, address="127.0.0.1", port=place.port)
 
     def open_store():
-        return meeting_store(
+        return rendezvous_store(
             "127.0.0.1",
             place.port,
             keeps=rank == 0 and not place.kept,
@@ -126,11 +126,11 @@ def test_absent_rank_is_named_though_store_ends_with_rank_0(place, monkeypatch):
     """Rank 0, which hosts the store, ends once rank 1's listening thread knows the reason."""
     missed = rendezvous._missed
 
-    def cut_off(life_store, rank, world_size):
+    def cut_off(attempt_store, rank, world_size):
         if rank:
-            life_store.wait([f"{rendezvous._KNOWS}/1"], timedelta(seconds=20))
+            attempt_store.wait([f"{rendezvous._KNOWS}/1"], timedelta(seconds=20))
             raise dist.DistNetworkError("Connection reset by peer")
-        return missed(life_store, rank, world_size)
+        return missed(attempt_store, rank, world_size)
 
     monkeypatch.setattr(rendezvous, "_missed", cut_off)
     monkeypatch.setattr(rendezvous, "_KNOWN_S", 0.0)
@@ -189,7 +189,7 @@ def test_unrelated_error_is_raised_unchanged(place):
 def test_process_lost_before_joining_is_reported_at_once(place):
     """The parent process reports the loss at once."""
     crowd = ExpectedRanks(rank=0, world_size=2, address="127.0.0.1", port=place.port)
-    store = meeting_store("127.0.0.1", place.port, keeps=False, one_machine=True, limit=LIMIT)
+    store = rendezvous_store("127.0.0.1", place.port, keeps=False, one_machine=True, limit=LIMIT)
     said = "rank 1 was lost: its process ended with exit code -9"
     with pytest.raises(
         PeerError,

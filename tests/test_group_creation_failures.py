@@ -23,7 +23,7 @@ from lightning_ptdp.strategy.expected_ranks import ExpectedRanks
 from lightning_ptdp.strategy.rendezvous import join
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import ProcessMesh
-from lightning_ptdp.world.rendezvous_address import listen_on_loopback, meeting_store
+from lightning_ptdp.world.rendezvous_address import listen_on_loopback, rendezvous_store
 from tests.conformance.toys import LitNet, Place, loader, make_trainer
 from tests.pool import PRELOAD
 from tests.processes import listening
@@ -50,7 +50,7 @@ def _join(rank, parent, port, limit_s, world_size):
     logging.getLogger("lightning_ptdp").addHandler(logging.StreamHandler(logged))
 
     def open_store():
-        return meeting_store("127.0.0.1", port, keeps=rank == 0, one_machine=True, limit=limit)
+        return rendezvous_store("127.0.0.1", port, keeps=rank == 0, one_machine=True, limit=limit)
 
     def make(store):
         parent.send("making")
@@ -207,10 +207,10 @@ def test_rank_killed_during_group_creation_is_named(ranks, doomed):
 
 def test_store_host_killed_after_joining_is_named(ranks):
     """torch retries for twice its limit to connect to a lost store."""
-    keeper, other = ranks(LONG_S, world_size=2, come=(0, 1), what=_train)
-    assert [keeper.says(), other.says()] == ["joined"] * 2
-    keeper.process.kill()
-    keeper.process.join(HANGS_S)
+    joined, other = ranks(LONG_S, world_size=2, come=(0, 1), what=_train)
+    assert [joined.says(), other.says()] == ["joined"] * 2
+    joined.process.kill()
+    joined.process.join(HANGS_S)
     other.connection.send("go on")
     said = other.says()
     assert said.startswith("rank 1 (pipeline 1, "), said

@@ -21,7 +21,7 @@ from lightning_ptdp.blocks.recompute import (
     check_recomputation,
     check_recompute_options,
 )
-from lightning_ptdp.forward.own_forward import give_back_forwards
+from lightning_ptdp.forward.own_forward import restore_forwards
 from lightning_ptdp.models import GPT, GPTConfig, gpt_plan
 from lightning_ptdp.pipeline.discover import find_parts
 from lightning_ptdp.pipeline.stage import PipelineCut
@@ -458,7 +458,7 @@ def test_blocks_of_other_stages_are_skipped():
     PipelineCut(model, parts=parts, ranges=ranges, stages=[0, 2])
     apply_recomputation(model, policy="full", blocks="blocks", ranges=ranges, layers=1)
     assert replaced(model) == ["blocks.0", "blocks.3"]
-    give_back_forwards(model, Recomputed)
+    restore_forwards(model, Recomputed)
     apply_recomputation(
         model, policy="selective", blocks="blocks", ranges=ranges, selective=PLAN.selective
     )
@@ -503,7 +503,7 @@ def test_recomputation_keeps_names_types_and_copies():
     assert type(pickle.loads(pickle.dumps(model.blocks[1].forward)).__self__.module) is type(
         model.blocks[1]
     )
-    give_back_forwards(model, Recomputed)
+    restore_forwards(model, Recomputed)
     assert all("forward" not in vars(m) for m in model.modules())
     assert_equal(step(model), expected)
 
@@ -528,7 +528,7 @@ def test_instance_forward_is_kept_and_restored():
         apply_recomputation(model, policy="full", blocks="blocks")
     step(model)
     assert own.calls == 2
-    give_back_forwards(model, Recomputed)
+    restore_forwards(model, Recomputed)
     assert block.forward is own
     assert "forward" not in vars(model.blocks[1])
 

@@ -7,7 +7,7 @@ import pytest
 
 from lightning_ptdp.base import signals
 from lightning_ptdp.base.signals import SignalNotes, StoppedNow, breakable
-from lightning_ptdp.strategy.stopping import INTERRUPTED, handing_on_ctrl_c
+from lightning_ptdp.strategy.stopping import INTERRUPTED, forwarding_ctrl_c
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ class Launcher:
 
 
 def in_launcher(launcher, now, *, times, error):
-    with handing_on_ctrl_c(launcher):
+    with forwarding_ctrl_c(launcher):
         for time in times:
             now[0] = 100 + time
             ctrl_c()
@@ -95,5 +95,5 @@ def test_interrupted_processes_raise_keyboard_interrupt(now):
 
 def test_user_signal_handler_is_kept(now):
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with handing_on_ctrl_c(Launcher("a process")):
+    with forwarding_ctrl_c(Launcher("a process")):
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN

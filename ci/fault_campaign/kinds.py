@@ -71,7 +71,7 @@ _FORWARD = (
 
 KINDS = {
     "absent": Kind(
-        calls=("lightning_ptdp.strategy.world:meeting_store",), armed="start", alone=True
+        calls=("lightning_ptdp.strategy.world:rendezvous_store",), armed="start", alone=True
     ),
     "joining": Kind(
         calls=(

@@ -22,7 +22,7 @@ from lightning_ptdp.cli.failures import (
     terminate_on_sigterm,
     worker_failure,
 )
-from lightning_ptdp.cli.imports import uncollected
+from lightning_ptdp.cli.imports import garbage_collection_paused
 from lightning_ptdp.cli.launcher import wants_launcher
 from lightning_ptdp.cli.short_help import short_help
 from lightning_ptdp.version import __version__
@@ -145,7 +145,7 @@ def _run(arguments: list[str]) -> int:
         if os.getcwd() not in sys.path:
             sys.path.append(os.getcwd())  # for --model my_module.LitMine; installed modules win
         words = resolve_configs(words)  # before torch is imported, which takes seconds
-    with uncollected():
+    with garbage_collection_paused():
         module = importlib.import_module(name)
     return int(module.run(verb, words))
 

@@ -11,7 +11,7 @@ _NOT_FOR_US = ("matplotlib", "scipy", "torchvision", "transformers")
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def garbage_collection_paused() -> Iterator[None]:
     """Disable garbage collection while the block imports modules.
 
     The objects that imports create stay alive. Repeated collections that visit them would take a

@@ -28,7 +28,7 @@ from lightning_ptdp.cli.config_files import (
     value_at,
 )
 from lightning_ptdp.cli.failures import UserError
-from lightning_ptdp.cli.imports import import_torchmetrics_alone, uncollected
+from lightning_ptdp.cli.imports import garbage_collection_paused, import_torchmetrics_alone
 from lightning_ptdp.world.layout import ParallelLayout
 
 # The first line of every recipe. A test compares the count with the model's.
@@ -61,7 +61,7 @@ def run(verb: str, arguments: list[str]) -> int:
     if options.command == "list":
         _list()
     elif options.resolved:
-        with uncollected():
+        with garbage_collection_paused():
             # a user's class may need those metrics
             if options.name in recipe_names() and not overrides:
                 import_torchmetrics_alone()

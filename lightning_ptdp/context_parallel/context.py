@@ -23,7 +23,11 @@ from lightning_ptdp.attention import (
     positions,
 )
 from lightning_ptdp.base.nested import iterate_tensors
-from lightning_ptdp.context_parallel.global_positions import Supplier, Taker, find_takers
+from lightning_ptdp.context_parallel.global_positions import (
+    PositionConsumer,
+    SliceInputs,
+    find_consumers,
+)
 from lightning_ptdp.context_parallel.sequence_batch import (
     SequenceDims,
     count_targets,
@@ -40,7 +44,7 @@ from lightning_ptdp.world.mesh import Group
 
 
 @dataclass(kw_only=True)
-class ContextForward(Supplier, SliceFunctions):
+class ContextForward(SliceInputs, SliceFunctions):
     """One forward on a slice of the sequence: its inputs, and its replaced functions.
 
     Attributes:
@@ -114,7 +118,7 @@ class ContextParallel(Surrounding):
     watches: bool = True
     blocks: Collection[str] = ()
     _module: nn.Module | None = field(default=None, repr=False)
-    _takers: list[Taker] = field(default_factory=list, repr=False)
+    _consumers: list[PositionConsumer] = field(default_factory=list, repr=False)
     _packed: bool = field(default=False, repr=False)
     _sizes: frozenset[int] = field(default=frozenset(), repr=False)
     _watched: set[tuple[str, int]] = field(default_factory=set, repr=False)
@@ -124,7 +128,7 @@ class ContextParallel(Surrounding):
     def attach(self, module: nn.Module) -> Callable[[], None]:
         """Store the module whose forwards are intercepted: the LightningModule, or a model."""
         self._module = module
-        self._takers = find_takers(module)
+        self._consumers = find_consumers(module)
         self._sizes = feature_sizes(module)
         self._watched.clear()
         self._seen.clear()
@@ -208,7 +212,7 @@ class ContextParallel(Surrounding):
         if (
             self.needs_positions
             and _given(batch) is None
-            and not any(taker.takes_positions for taker in self._takers)
+            and not any(consumer.takes_positions for consumer in self._consumers)
         ):
             raise ContextParallelError(
                 f"no module in {type(self._module).__name__} takes position_ids, and a model that "
@@ -225,7 +229,7 @@ class ContextParallel(Surrounding):
             batch=local,
             group=self.group,
             length=length,
-            takers=self._takers,
+            consumers=self._consumers,
             positions=pos_ids,
             documents=self._documents(batch),
             padding=_given(local, "attention_mask"),
@@ -267,7 +271,7 @@ class ContextParallel(Surrounding):
         if (
             not isinstance(places, Tensor)
             or batch.get("attention_mask") is not None
-            or not any(taker.reads_documents for taker in self._takers)
+            or not any(consumer.reads_documents for consumer in self._consumers)
         ):
             return None
         documents = find_documents(places)

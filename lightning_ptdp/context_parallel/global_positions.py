@@ -48,7 +48,7 @@ _MAKERS = {"create_causal_mask", "create_bidirectional_mask"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Taker:
+class PositionConsumer:
     """A module that accepts supplied values.
 
     Attributes:
@@ -74,9 +74,9 @@ class Taker:
         return _POSITIONS in self.parameters
 
 
-def find_takers(module: nn.Module) -> list[Taker]:
+def find_consumers(module: nn.Module) -> list[PositionConsumer]:
     """Return the modules inside ``module`` that take positions, or shift labels."""
-    takers = []
+    consumers = []
     for child in module.modules():
         names = _parameters(child)
         shifts = "labels" in names and _shifts_labels(child)
@@ -85,8 +85,8 @@ def find_takers(module: nn.Module) -> list[Taker]:
             documents = (
                 hasattr(type(child), "main_input_name") and _POSITIONS in names and _MASK in names
             )
-            takers.append(
-                Taker(
+            consumers.append(
+                PositionConsumer(
                     module=child,
                     parameters=names,
                     reads_documents=documents,
@@ -95,7 +95,7 @@ def find_takers(module: nn.Module) -> list[Taker]:
                     padding_index=_padding_index(child),
                 )
             )
-    return takers
+    return consumers
 
 
 def _padding_index(module: nn.Module) -> int | None:
@@ -129,11 +129,11 @@ def _shifts_labels(module: nn.Module) -> bool:
 
 
 @dataclass(kw_only=True)
-class Supplier:
+class SliceInputs:
     """Values that are supplied in one forward.
 
     Attributes:
-        takers: Modules that receive them.
+        consumers: Modules that receive them.
         positions: (1, s/c) int64.
         length: s, tokens of the full sequence.
         group: The context group.
@@ -147,7 +147,7 @@ class Supplier:
             would miss the labels that other ranks' tokens predict.
     """
 
-    takers: Sequence[Taker]
+    consumers: Sequence[PositionConsumer]
     positions: Tensor
     length: int
     group: Group
@@ -161,29 +161,35 @@ class Supplier:
     def attached(self) -> Iterator[None]:
         """Supply the values inside the context."""
         with contextlib.ExitStack() as hooks:
-            for taker in self.takers:
-                before = partial(self._before, taker)
+            for consumer in self.consumers:
+                before = partial(self._before, consumer)
                 hooks.enter_context(
-                    taker.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+                    consumer.module.register_forward_pre_hook(
+                        before, prepend=True, with_kwargs=True
+                    )
                 )
             yield
 
     def _before(
-        self, taker: Taker, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+        self,
+        consumer: PositionConsumer,
+        module: nn.Module,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
     ) -> tuple[tuple[object, ...], dict[str, object]]:
-        named = taker.parameters[: len(args)]
+        named = consumer.parameters[: len(args)]
         arguments = {**dict(zip(named, args, strict=False)), **kwargs}
         added: dict[str, object] = {}
-        if taker.takes_positions:
+        if consumer.takes_positions:
             self._check_length(module)
             self.used = True
             if arguments.get(_POSITIONS) is None:
-                added[_POSITIONS] = self._positions_of(taker, arguments.get(_TOKENS))
+                added[_POSITIONS] = self._positions_of(consumer, arguments.get(_TOKENS))
         mask = arguments.get(_MASK)
         is_known = self.known is not None and self.documents is None
-        if taker.makes_mask and is_known and mask is self.padding:
+        if consumer.makes_mask and is_known and mask is self.padding:
             added[_MASK] = self.known
-        elif taker.reads_documents and mask is None:
+        elif consumer.reads_documents and mask is None:
             samples = next(
                 x.size(0) for x in arguments.values() if isinstance(x, Tensor) and x.dim() > 1
             )
@@ -192,7 +198,7 @@ class Supplier:
             else:
                 ones = added[_MASK] = self.positions.new_ones(samples, self.positions.size(1))
                 self.padding = ones if self.padding is None else self.padding
-        if taker.shifts_labels and isinstance(labels := arguments.get("labels"), Tensor):
+        if consumer.shifts_labels and isinstance(labels := arguments.get("labels"), Tensor):
             shifted = arguments.get("shift_labels")
             if not isinstance(shifted, Tensor):
                 shifted = added["shift_labels"] = self._shift(labels)
@@ -201,17 +207,17 @@ class Supplier:
         places = tuple(added.pop(name, value) for name, value in zip(named, args, strict=False))
         return (*places, *args[len(named) :]), {**kwargs, **added}
 
-    def _positions_of(self, taker: Taker, tokens: object) -> Tensor:
+    def _positions_of(self, consumer: PositionConsumer, tokens: object) -> Tensor:
         """Return positions (1, s/c), or (b, s/c) if they depend on the tokens.
 
         Collective if they depend on the tokens.
         """
-        if taker.padding_index is None:
+        if consumer.padding_index is None:
             return self.positions
         if not isinstance(tokens, Tensor):
-            return self.positions + taker.padding_index + 1
-        is_token = gather_sequence((tokens != taker.padding_index).long(), 1, group=self.group)
-        full_positions = is_token.cumsum(1) * is_token + taker.padding_index
+            return self.positions + consumer.padding_index + 1
+        is_token = gather_sequence((tokens != consumer.padding_index).long(), 1, group=self.group)
+        full_positions = is_token.cumsum(1) * is_token + consumer.padding_index
         return shard_sequence(full_positions, 1, rank=self.group.rank, size=self.group.size)
 
     def _shift(self, labels: Tensor) -> Tensor:

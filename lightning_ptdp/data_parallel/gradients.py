@@ -238,7 +238,7 @@ class Gradients:
         if self.stepped is not None:
             self.stepped.take()
 
-    def used(self) -> None:
+    def start_parameter_gather(self) -> None:
         """Start to gather the parameters, after the optimizer has stepped."""
         if self.stepped is not None:
             self.stepped.publish()
@@ -249,7 +249,7 @@ class Gradients:
         if self.stepped is not None:
             self.stepped.take_values()
         yield
-        self.used()
+        self.start_parameter_gather()
 
     def parameters_needed(self) -> None:
         """Wait for the parameters of the last step, before they are read."""

@@ -23,7 +23,7 @@ from lightning_ptdp.world.mesh import default_group_options
 from lightning_ptdp.world.rendezvous_address import (
     LOOPBACK,
     listen_on_loopback,
-    meeting_store,
+    rendezvous_store,
     reserved_port,
 )
 
@@ -95,7 +95,7 @@ def _run(
         # its parent.
         limit = timedelta(seconds=2 * timeout_s)
         listen_on_loopback()
-        store = meeting_store(LOOPBACK, port, keeps=rank == 0, one_machine=True, limit=limit)
+        store = rendezvous_store(LOOPBACK, port, keeps=rank == 0, one_machine=True, limit=limit)
         options = default_group_options(backend, device, limit)
         dist.init_process_group(backend, store=store, rank=rank, world_size=count, **options)
         formed = time.perf_counter() - start

@@ -16,7 +16,7 @@ from lightning_ptdp.base.random import derive_seed
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel import ReplicaBuffers
 from lightning_ptdp.engine.decoding import Decoding
-from lightning_ptdp.engine.loss_habits import (
+from lightning_ptdp.engine.loss_inspection import (
     warn_of_counted,
     warn_of_loss,
 )
@@ -31,7 +31,7 @@ from lightning_ptdp.engine.replica_step import (
     num_tokens,
 )
 from lightning_ptdp.engine.sharing import ReportSharing
-from lightning_ptdp.engine.step_habits import FirstBatchInspection
+from lightning_ptdp.engine.step_inspection import FirstBatchInspection
 from lightning_ptdp.engine.step_loggers import StepLoggers, repeat
 from lightning_ptdp.engine.step_report import (
     LogRecorder,
@@ -115,7 +115,7 @@ class Engine:
             group=pipeline,
             surroundings=surroundings,
             observer=self.observers,
-            sums_runs=config.sums_runs,
+            adds_consecutive=config.adds_consecutive,
         )
         self._image_token = image_token_of(module)
         self._stream = ReportStream(device)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_ptdp.base.errors import PTDPError
 from lightning_ptdp.base.nested import Nested, batch_size, iterate_tensors, named_tensors
-from lightning_ptdp.engine.loss_habits import IGNORED
+from lightning_ptdp.engine.loss_inspection import IGNORED
 from lightning_ptdp.world.mesh import ProcessMesh
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -17,7 +17,7 @@ from lightning_ptdp.base.random import derive_seed
 from lightning_ptdp.data_parallel import GradientStore
 from lightning_ptdp.data_parallel.sharded_parameters import ShardedParameters
 from lightning_ptdp.engine.context_report import PartReports, full_outputs
-from lightning_ptdp.engine.loss_habits import (
+from lightning_ptdp.engine.loss_inspection import (
     divided_sums,
     divisor_of,
     warn_of_constants,
@@ -28,7 +28,7 @@ from lightning_ptdp.engine.loss_habits import (
 )
 from lightning_ptdp.engine.metric_groups import BatchMetrics
 from lightning_ptdp.engine.microbatches import merge_outputs, signature
-from lightning_ptdp.engine.step_habits import watch_samples
+from lightning_ptdp.engine.step_inspection import watch_samples
 from lightning_ptdp.engine.step_loggers import StepLoggers
 from lightning_ptdp.engine.step_report import (
     LogCall,

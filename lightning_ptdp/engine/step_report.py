@@ -55,7 +55,7 @@ class LogCall:
         return "mean" if name == "avg" else name
 
     @property
-    def is_shared_mean(self) -> bool:
+    def is_replica_mean(self) -> bool:
         """Return True if the replicas' logged values are to be averaged."""
         is_number = self.metric is None and not is_metric(self.value)
         is_shared = bool(self.options.get("sync_dist")) and not self.options.get("rank_zero_only")
@@ -305,7 +305,7 @@ def weigh_over_replicas(
     Returns:
         All replicas' tokens and loss, (2) float64.
     """
-    chosen = [i for i, call in enumerate(calls) if call.is_shared_mean]
+    chosen = [i for i, call in enumerate(calls) if call.is_replica_mean]
     own = numbers_on(weight.device, [weight, loss])
     means = numbers_on(weight.device, [calls[i].value for i in chosen])
     # Without a token a mean may be 0/0.

@@ -70,7 +70,7 @@ def replace_forward(
         vars(module)["forward"] = own.__call__ if as_method else own
 
 
-def give_back_forwards(module: nn.Module, *kinds: type[OwnForward]) -> None:
+def restore_forwards(module: nn.Module, *kinds: type[OwnForward]) -> None:
     """Undo ``replace_forward`` everywhere in ``module``, the latest replacement first."""
     for child in module.modules():
         while isinstance(replacement := _own(child), kinds):
@@ -120,7 +120,7 @@ class DirectCalls(FirstForwards):
         """Store the module, and return a function that gives it its forwards back."""
         super().attach(module)
         self._module = module
-        return lambda: give_back_forwards(module, HookedForward)
+        return lambda: restore_forwards(module, HookedForward)
 
     def first(self) -> Context:
         """Replace the forwards of the modules with hooks."""

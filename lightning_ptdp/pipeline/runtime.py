@@ -88,7 +88,7 @@ class PipelineRuntime:
         group: The pipeline group.
         surroundings: Context managers around a forward.
         observer: Receives an event for every action.
-        sums_runs: Gradients of microbatches of a stage that follow each other on this rank are
+        adds_consecutive: Gradients of microbatches of a stage that follow each other on this rank are
             reduced together, after the last of them.
     """
 
@@ -97,14 +97,14 @@ class PipelineRuntime:
     group: Group
     surroundings: Surroundings = field(default_factory=Surroundings)
     observer: StepObserver = field(default_factory=Observers)
-    sums_runs: bool = False
+    adds_consecutive: bool = False
 
     def run(self, schedule: Schedule, job: StepJob) -> None:
         """Execute this rank's program of ``schedule``; return when all its messages have left."""
         program = schedule.programs[self.group.rank]
         observer = self.observer
         transport = self.transport
-        reductions = _reductions(program, sums_runs=self.sums_runs)
+        reductions = _reductions(program, adds_consecutive=self.adds_consecutive)
         handlers = _Step(self, schedule, job, reductions).handlers()
         observer.began(schedule)
         if transport is not None:
@@ -295,14 +295,14 @@ class _Step:
             self.posted[ActionKind.RECEIVE_BACKWARD, stage, microbatch] = receipt
 
 
-def _reductions(program: Sequence[Action], *, sums_runs: bool) -> _Reductions:
+def _reductions(program: Sequence[Action], *, adds_consecutive: bool) -> _Reductions:
     """Return the backwards and weight gradients whose stage's gradients may be reduced afterwards.
 
     The value is True for the last one of each stage.
 
     Args:
         program: Actions of one rank.
-        sums_runs: Leave out those that others of the same stage follow directly: these add to the
+        adds_consecutive: Leave out those that others of the same stage follow directly: these add to the
             gradients first.
     """
     weights = ActionKind.WEIGHT
@@ -317,7 +317,7 @@ def _reductions(program: Sequence[Action], *, sums_runs: bool) -> _Reductions:
     added = {
         action
         for action, following in pairwise(completing)
-        if sums_runs and action.stage == following.stage
+        if adds_consecutive and action.stage == following.stage
     }
     return {
         (action.kind, action.stage, action.microbatch): action is last[action.stage]

@@ -122,7 +122,7 @@ class StatusBoard:
                 return silent
             time.sleep(_POLL_S)
 
-    def all_come(self, topic: str, limit_s: float) -> bool:
+    def all_arrive(self, topic: str, limit_s: float) -> bool:
         """Return True if all ranks call this with the same ``topic`` within ``limit_s``.
 
         A topic is used once. All calling ranks get the same answer.

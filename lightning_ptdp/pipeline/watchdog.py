@@ -311,7 +311,7 @@ class Watchdog(StepObserver):
         """Return True if the last action of this rank ended with an error."""
         return bool(self._progress.failure)
 
-    def all_come(self, topic: str, *, limit_s: float) -> bool:
+    def all_arrive(self, topic: str, *, limit_s: float) -> bool:
         """Return True if all ranks call this with the same ``topic`` within ``limit_s``.
 
         A topic is used once. All calling ranks get the same answer. It is False if it cannot be
@@ -319,7 +319,7 @@ class Watchdog(StepObserver):
         """
         if self.world_size == 1:
             return True
-        return self._status_board is not None and self._status_board.all_come(topic, limit_s)
+        return self._status_board is not None and self._status_board.all_arrive(topic, limit_s)
 
     def close(self) -> None:
         """End the threads; call it before the process group is destroyed.

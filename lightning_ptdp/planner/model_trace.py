@@ -37,7 +37,7 @@ from lightning_ptdp.planner.shapes import (
     Product,
 )
 from lightning_ptdp.planner.software import Precision, Software
-from lightning_ptdp.planner.traced_blocks import Followed, Following, Run
+from lightning_ptdp.planner.traced_blocks import LayerTracer, Run, TracedLayer
 from lightning_ptdp.shims.transformers import image_parts
 from lightning_ptdp.tensor_parallel import ParallelPlan, Whole
 
@@ -77,7 +77,7 @@ def trace_shape(
     names = [layer.name for layer in layers_of(module, parts.blocks)]
     planned = planned_modules(module, plan)
     weights = split_weights(planned)
-    traced = Following(
+    traced = LayerTracer(
         module=module,
         names=names,
         weights=weights,
@@ -152,7 +152,7 @@ def with_images(shape: ModelShape, module: nn.Module) -> ModelShape:
     return replace(shape, input=first)
 
 
-def _layer(followed: Followed, parameters: Parameters, cost: float) -> LayerShape:
+def _layer(followed: TracedLayer, parameters: Parameters, cost: float) -> LayerShape:
     trace = followed.trace
     return LayerShape(
         products=tuple(trace.products),

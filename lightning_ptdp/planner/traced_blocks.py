@@ -29,7 +29,7 @@ Run = Callable[[nn.Module, int], object]
 
 
 @dataclass
-class Followed:
+class TracedLayer:
     """A kind of layer, with the arguments of its call and the trace."""
 
     module: nn.Module
@@ -42,7 +42,7 @@ class Followed:
 
 
 @dataclass(kw_only=True)
-class Following:
+class LayerTracer:
     """One traced run of a model.
 
     Attributes:
@@ -69,7 +69,7 @@ class Following:
     software: Software
     on_cpu: bool
     order: list[int] = field(default_factory=list)
-    layers: list[Followed] = field(default_factory=list)
+    layers: list[TracedLayer] = field(default_factory=list)
     input: Trace = field(default_factory=Trace)
     head: Trace = field(default_factory=Trace)
     _kinds: dict[object, int] = field(default_factory=dict)
@@ -164,7 +164,7 @@ class Following:
                 self._kinds[key] = len(self.layers)
                 crossing = sum(leaf.nbytes for leaf in inputs if leaf.requires_grad)
                 self.layers.append(
-                    Followed(module, args, kwargs, forward(*args, **kwargs), crossing)
+                    TracedLayer(module, args, kwargs, forward(*args, **kwargs), crossing)
                 )
                 vars(module)["forward"] = forward
             layer = self.layers[self._kinds[key]]
@@ -175,7 +175,7 @@ class Following:
         vars(module)["forward"] = watched
 
 
-def _run_alone(layer: Followed, recorder: OperationRecorder) -> None:
+def _run_alone(layer: TracedLayer, recorder: OperationRecorder) -> None:
     """Run a layer with its backward."""
     args, kwargs = _like((layer.args, layer.kwargs))
     inputs = [leaf for leaf in _tensors((args, kwargs)) if leaf.requires_grad]

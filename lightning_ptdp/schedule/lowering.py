@@ -217,9 +217,11 @@ _USES = (ActionKind.FORWARD, ActionKind.BACKWARD)
 """Computations that read parameters; the gradient of a weight does not need the weight."""
 
 
-def with_gathers(schedule: Schedule, whole_chunks: int) -> Schedule:
-    """Add gathers to a full schedule; at most ``whole_chunks`` chunks of a rank are gathered."""
-    programs = tuple(tuple(_gathered(program, whole_chunks)) for program in schedule.programs)
+def with_gathers(schedule: Schedule, max_gathered_chunks: int) -> Schedule:
+    """Add gathers to a full schedule; at most ``max_gathered_chunks`` chunks of a rank are gathered."""
+    programs = tuple(
+        tuple(_gathered(program, max_gathered_chunks)) for program in schedule.programs
+    )
     gathered = dataclasses.replace(schedule, programs=programs)
     check_gathers(gathered)
     return gathered
@@ -258,7 +260,7 @@ def check_gathers(schedule: Schedule) -> None:
             raise schedule_error(schedule, {rank: len(program)}, reason)
 
 
-def _gathered(program: tuple[Action, ...], whole_chunks: int) -> Iterator[Action]:
+def _gathered(program: tuple[Action, ...], max_gathered_chunks: int) -> Iterator[Action]:
     """Yield the program with gathers."""
     uses = [action.stage for action in program if action.kind in _USES]
     upcoming: dict[int, list[int]] = {}
@@ -269,7 +271,7 @@ def _gathered(program: tuple[Action, ...], whole_chunks: int) -> Iterator[Action
     def gather(stage: int, running: int) -> Iterator[Action]:
         if stage in gathered:
             return
-        if len(gathered) >= whole_chunks:
+        if len(gathered) >= max_gathered_chunks:
             farthest = max(gathered - {running}, key=lambda one: upcoming[one][-1])
             gathered.remove(farthest)
             yield Action(ActionKind.FREE, farthest)
@@ -285,7 +287,7 @@ def _gathered(program: tuple[Action, ...], whole_chunks: int) -> Iterator[Action
         yield from gather(stage, stage)
         upcoming[stage].pop()
         place += 1
-        if whole_chunks > 1 and place < len(uses):
+        if max_gathered_chunks > 1 and place < len(uses):
             yield from gather(uses[place], stage)
         yield action
         if not upcoming[stage]:

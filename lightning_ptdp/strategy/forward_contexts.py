@@ -25,7 +25,7 @@ from lightning_ptdp.pipeline.placeholders import Placeholder
 from lightning_ptdp.schedule.generators import may_split_backward
 from lightning_ptdp.strategy.running_strategy import RunningStrategy
 from lightning_ptdp.tensor_parallel import SplitRandomness
-from lightning_ptdp.tensor_parallel.kinds.sharded_experts import ReadOnce
+from lightning_ptdp.tensor_parallel.kinds.sharded_experts import ReusedHostReads
 from lightning_ptdp.tensor_parallel.kinds.vocabulary import VocabularyParallelEmbedding
 from lightning_ptdp.tensor_parallel.randomness import PlacedDropout
 from lightning_ptdp.tensor_parallel.region import is_whole
@@ -57,7 +57,7 @@ def make_surroundings(strategy: RunningStrategy) -> Surroundings:
     if may_split_backward(config.schedule):
         entries.append(WeightGradients(parallel.casts))
     if config.recompute in ("full", "selective") and strategy.mesh.group("expert").size > 1:
-        entries.append(ReadOnce())
+        entries.append(ReusedHostReads())
     if context.size > 1:
         sliced = ContextParallel(
             group=context,

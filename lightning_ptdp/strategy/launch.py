@@ -33,8 +33,8 @@ from lightning_ptdp.strategy.checkpoint_hooks import CheckpointHooks
 from lightning_ptdp.strategy.stopping import (
     INTERRUPTED,
     ending_children_on_sigterm,
-    handing_on_ctrl_c,
-    not_handing_on,
+    forwarding_ctrl_c,
+    stop_forwarding_ctrl_c,
 )
 
 _LAST_WORD_S = 5.0
@@ -175,7 +175,7 @@ class _CheckedProcesses(_CheckedLauncher):
         try:
             with (
                 shared_file() if returns else contextlib.nullcontext() as self._weights_path,
-                handing_on_ctrl_c(self),
+                forwarding_ctrl_c(self),
             ):
                 yield
         except BaseException:
@@ -186,7 +186,7 @@ class _CheckedProcesses(_CheckedLauncher):
         # The garbage collector writes to every object that it inspects, and the kernel copies
         # every memory page that a forked process writes to.
         gc.freeze()
-        not_handing_on()
+        stop_forwarding_ctrl_c()
         survive_closed_output()
         try:
             super()._wrapping_function(process_idx, trainer, *call)

@@ -40,7 +40,7 @@ from lightning_ptdp.base.function_replacement import (
 from lightning_ptdp.parameters.managed_parameter import ManagedParameters
 from lightning_ptdp.pipeline.placeholders import Placeholder
 from lightning_ptdp.shims.torch import has_compiled_parts
-from lightning_ptdp.strategy.users_code import (
+from lightning_ptdp.strategy.user_frames import (
     LIBRARIES,
     collectives_in,
     frames,

@@ -2,11 +2,12 @@
 
 torchrun keeps one store for all its restarts, and the store still holds addresses of ended
 processes. A rank that reads these addresses before the new ones are written connects to no process.
-A *life* of the job is the time from one start of all ranks to the next restart. The ranks of one
-life agree on a name for it, and use that name as the prefix of all their keys::
+An *attempt* of the job is the time from one start of all ranks to the next restart. The ranks of
+one attempt agree on a name for it, and use that name as the prefix of all their keys::
 
     rank r    sets call/r to a name of its own, N
-    rank 0    answers every N that it finds with the name of this life, L, until all ranks have set L/came/r; then it sets L/all
+    rank 0    answers every N that it finds with the name of this attempt, A,
+              until all ranks have set A/came/r; then it sets A/all
     rank r    compares its versions of the libraries with those of rank 0
 
 torch waits without a limit, in C++, for a store that does not respond. All requests to a store
@@ -65,7 +66,7 @@ def join(
     limit: timedelta,
     ended: Callable[[], str] = lambda: "",
 ) -> _T:
-    """Join the other ranks, and return the result of ``make`` for the store of this life.
+    """Join the other ranks, and return the result of ``make`` for the store of this attempt.
 
     ``make`` is called in another thread and passes the store to ``init_process_group``.
 
@@ -82,36 +83,36 @@ def join(
     """
     thread = _InThread(expected, limit, ended)
     shared: dist.Store | None = None
-    life = ""
+    attempt = ""
     try:
         shared = thread.run(
             open_store, f"connecting to the store at {expected.where}", expected.first_of_all
         )
         shared.set_timeout(limit)
         if expected.rank == 0:
-            life = uuid.uuid4().hex
+            attempt = uuid.uuid4().hex
         else:
-            life = thread.run(
+            attempt = thread.run(
                 lambda: _called(shared, expected.rank), "contacting rank 0", expected.first_of_all
             )
-        life_store = dist.PrefixStore(life, shared)
-        thread.listen(shared, life)
+        attempt_store = dist.PrefixStore(attempt, shared)
+        thread.listen(shared, attempt)
         missing = list(range(expected.world_size))
         thread.run(
-            lambda: _meet(shared, life_store, life, expected, missing, limit),
+            lambda: _meet(shared, attempt_store, attempt, expected, missing, limit),
             "waiting for all ranks",
             lambda: expected.missing([*missing]),
         )
-        result = thread.run(lambda: make(life_store), "creating the process groups", lambda: "")
+        result = thread.run(lambda: make(attempt_store), "creating the process groups", lambda: "")
         thread.close(patience_s=limit.total_seconds())
         return result
     except Exception as error:
         if not is_communication_error(error):
             raise
         reason = thread.lost
-        if not reason and shared is not None and life:
+        if not reason and shared is not None and attempt:
             # Rank 0 ends, with the store, once the listening thread knows the lost ranks.
-            reason = _lost(shared, life, expected) or thread.lost or expected.silent()
+            reason = _lost(shared, attempt, expected) or thread.lost or expected.silent()
         elif not reason:
             reason = expected.unanswered(shared is not None)
         raise PeerError(
@@ -167,13 +168,13 @@ class _InThread:
             self._hear()
         return outcome.result()
 
-    def listen(self, shared: dist.Store, life: str) -> None:
+    def listen(self, shared: dist.Store, attempt: str) -> None:
         """Start to listen for lost ranks.
 
         The listening thread reads the other ranks' notes and watches processes of this machine."""
         self._heard = time.monotonic()
         self._listening = threading.Thread(
-            target=self._listen, args=(shared, life), name="ptdp-listening", daemon=True
+            target=self._listen, args=(shared, attempt), name="ptdp-listening", daemon=True
         )
         self._listening.start()
 
@@ -198,11 +199,11 @@ class _InThread:
         if time.monotonic() - self._heard > _SILENT_S:
             self.lost = self.lost or self._expected.silent()
 
-    def _listen(self, shared: dist.Store, life: str) -> None:
+    def _listen(self, shared: dist.Store, attempt: str) -> None:
         # Use a separate connection, because another thread may be waiting on the first.
         processes: dict[int, str] = {}
         try:
-            notes = self._notes = dist.PrefixStore(life, shared.clone())
+            notes = self._notes = dist.PrefixStore(attempt, shared.clone())
             while not self._closed.wait(_LISTEN_S):
                 self._heard = time.monotonic()
                 if notes.check([_ROLL]):
@@ -234,8 +235,8 @@ def _called(shared: dist.Store, rank: int) -> str:
 
 def _meet(
     shared: dist.Store,
-    life_store: dist.Store,
-    life: str,
+    attempt_store: dist.Store,
+    attempt: str,
     expected: ExpectedRanks,
     missing: list[int],
     limit: timedelta,
@@ -244,13 +245,13 @@ def _meet(
 
     Rank 0 answers the calls of the other ranks and keeps ``missing`` up to date. It also answers
     calls of ended processes, which has no effect."""
-    life_store.set(f"{_CAME}/{expected.rank}", this_process())
+    attempt_store.set(f"{_CAME}/{expected.rank}", this_process())
     if expected.rank:
         missing.clear()
-        life_store.get(_ALL)
-        _compare_versions(life_store, expected.rank)
+        attempt_store.get(_ALL)
+        _compare_versions(attempt_store, expected.rank)
         return
-    life_store.set(_VERSIONS, json.dumps(versions_that_matter()))
+    attempt_store.set(_VERSIONS, json.dumps(versions_that_matter()))
     deadline = time.monotonic() + limit.total_seconds()
     answered = set[bytes]()
     while True:
@@ -260,8 +261,8 @@ def _meet(
             name = shared.get(f"{_CALL}/{rank}")
             if name not in answered:
                 answered.add(name)
-                shared.set(f"{_ANSWER}/{name.decode()}", life)
-        missing[:] = [rank for rank in missing if not life_store.check([f"{_CAME}/{rank}"])]
+                shared.set(f"{_ANSWER}/{name.decode()}", attempt)
+        missing[:] = [rank for rank in missing if not attempt_store.check([f"{_CAME}/{rank}"])]
         if not missing:
             break
         if time.monotonic() > deadline:
@@ -270,30 +271,32 @@ def _meet(
                 f"{limit.total_seconds():g} s"
             )
         time.sleep(_POLL_S)
-    life_store.set(_ALL, "")
+    attempt_store.set(_ALL, "")
 
 
-def _compare_versions(life_store: dist.Store, rank: int) -> None:
+def _compare_versions(attempt_store: dist.Store, rank: int) -> None:
     """Compare the installed versions with those of rank 0.
 
     Raises:
         RequirementError: They differ. The other ranks report the same reason.
     """
     mine = versions_that_matter()
-    first = json.loads(life_store.get(_VERSIONS))
+    first = json.loads(attempt_store.get(_VERSIONS))
     for name in sorted(mine.keys() | first.keys()):
         here, there = (found.get(name, "none") for found in (mine, first))
         if here != there:
             reason = f"rank {rank} on {socket.gethostname()} has {name} {here}, rank 0 has {there}"
-            life_store.set(_LOST, reason)
+            attempt_store.set(_LOST, reason)
             raise RequirementError(f"{reason}. Install the same versions on all machines")
 
 
-def _lost(shared: dist.Store, life: str, expected: ExpectedRanks) -> str:
+def _lost(shared: dist.Store, attempt: str, expected: ExpectedRanks) -> str:
     """Return the lost ranks; "" if the store does not answer."""
     # An abandoned thread may occupy the existing connection.
     outcome = in_thread(
-        lambda: _missed(dist.PrefixStore(life, shared.clone()), expected.rank, expected.world_size)
+        lambda: _missed(
+            dist.PrefixStore(attempt, shared.clone()), expected.rank, expected.world_size
+        )
     )
     try:
         return outcome.result(_SILENT_S)
@@ -301,23 +304,23 @@ def _lost(shared: dist.Store, life: str, expected: ExpectedRanks) -> str:
         return ""
 
 
-def _missed(life_store: dist.Store, rank: int, world_size: int) -> str:
+def _missed(attempt_store: dist.Store, rank: int, world_size: int) -> str:
     silent = [peer for peer in range(world_size) if peer != rank]
-    life_store.set_timeout(timedelta(seconds=_ANSWERS_S))
-    life_store.set(f"{_HERE}/{rank}", "")
-    life_store.set(_ROLL, "")
-    silent = _without(life_store, silent, _HERE, enough=1)
-    absent = [peer for peer in silent if not life_store.check([f"{_CAME}/{peer}"])]
+    attempt_store.set_timeout(timedelta(seconds=_ANSWERS_S))
+    attempt_store.set(f"{_HERE}/{rank}", "")
+    attempt_store.set(_ROLL, "")
+    silent = _without(attempt_store, silent, _HERE, enough=1)
+    absent = [peer for peer in silent if not attempt_store.check([f"{_CAME}/{peer}"])]
     lost = numbered("rank", silent) if silent else "one rank"
     reason = f"{lost} joined and then disappeared"
     if absent:
         reason = f"{numbered('rank', absent)} did not join"
     # Notify ranks that began later and have not noticed yet, because the store may end with rank 0.
-    life_store.set(_LOST, reason)
-    life_store.set(f"{_KNOWS}/{rank}", "")
+    attempt_store.set(_LOST, reason)
+    attempt_store.set(f"{_KNOWS}/{rank}", "")
     if rank == 0:
         _without(
-            life_store,
+            attempt_store,
             [peer for peer in range(1, world_size) if peer not in (absent or silent)],
             _KNOWS,
             patience_s=_SILENT_S,
@@ -326,7 +329,7 @@ def _missed(life_store: dist.Store, rank: int, world_size: int) -> str:
 
 
 def _without(
-    life_store: dist.Store,
+    attempt_store: dist.Store,
     ranks: list[int],
     key: str,
     *,
@@ -338,7 +341,7 @@ def _without(
     Waits until at most ``enough`` of them are missing, or until a time limit."""
     deadline = time.monotonic() + patience_s
     while True:
-        ranks = [rank for rank in ranks if not life_store.check([f"{key}/{rank}"])]
+        ranks = [rank for rank in ranks if not attempt_store.check([f"{key}/{rank}"])]
         if len(ranks) <= enough or time.monotonic() > deadline:
             return ranks
         time.sleep(_POLL_S)

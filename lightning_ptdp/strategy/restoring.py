@@ -68,7 +68,7 @@ def read_checkpoint(path: Place, strategy: StrategyBase, *, resuming: bool) -> C
         CheckpointError: It is damaged; the same on all ranks. A MissingCheckpointError, also a
             FileNotFoundError: There is none.
     """
-    folders = strategy._saves.keeper
+    folders = strategy._saves.folders
     if resuming:
         action = f"completing interrupted saves beside {path}"
         with strategy.waiting_in(action), same_outcome(action):

@@ -65,7 +65,7 @@ class Run:
 
     Attributes:
         mesh: The process groups, which a later run takes over.
-        board: Store for the watchdog's notes, prefixed by the name of this life (rendezvous.py). A
+        board: Store for the watchdog's notes, prefixed by the name of this attempt (rendezvous.py). A
             later run takes it over. None if another library made the groups, or if there are none.
         watchdog: Records the actions of all ranks.
         interruption: Whether an exception ended all of the ranks.

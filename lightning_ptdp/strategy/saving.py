@@ -68,7 +68,7 @@ class FolderSaves:
     """Saves of one run: shards under global names, which any layout can read.
 
     Attributes:
-        keeper: Record of the checkpoint folders of this run.
+        folders: Record of the checkpoint folders of this run.
         in_background: Whether saves may run during training. Without training, no later call would
             wait for them.
         group: gloo group of the ranks that write a checkpoint together in the background; None: all
@@ -76,9 +76,9 @@ class FolderSaves:
     """
 
     def __init__(
-        self, *, keeper: SaveFolders | None = None, group: dist.ProcessGroup | None = None
+        self, *, folders: SaveFolders | None = None, group: dist.ProcessGroup | None = None
     ) -> None:
-        self.keeper = keeper or SaveFolders()
+        self.folders = folders or SaveFolders()
         self.group = group
         self.in_background = False
         self._saver: BackgroundSaver | None = None
@@ -139,12 +139,12 @@ class FolderSaves:
         if self.in_background:
             if self._saver is None:
                 self._saver = BackgroundSaver(
-                    limit=strategy.config.timeout, folders=self.keeper, group=self.group
+                    limit=strategy.config.timeout, folders=self.folders, group=self.group
                 )
             self._saver.save(target, tensors=tensors, state=state, metadata=metadata, then=done)
         else:
             save_checkpoint(
-                target, tensors=tensors, state=state, metadata=metadata, folders=self.keeper
+                target, tensors=tensors, state=state, metadata=metadata, folders=self.folders
             )
             done()
 

@@ -104,7 +104,7 @@ class Snapshots:
             group, _ = dist.new_subgroups(
                 strategy.num_processes, backend="gloo", timeout=strategy.config.timeout
             )
-        self._saves = FolderSaves(keeper=strategy._saves.keeper, group=group)
+        self._saves = FolderSaves(folders=strategy._saves.folders, group=group)
         with same_outcome("creating the folder of snapshots"):
             if strategy.local_rank == 0:
                 place.create()

@@ -110,7 +110,7 @@ class StepHooks(CheckpointHooks):
             output = super().optimizer_step(
                 optimizer, self.engine.optimization.evaluations(optimizer, closure), *args, **kwargs
             )
-            self.engine.gradients.used()
+            self.engine.gradients.start_parameter_gather()
         return output
 
     def block_backward_sync(self) -> Context:

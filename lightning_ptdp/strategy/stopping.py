@@ -155,7 +155,7 @@ def ending_children_on_sigterm(launcher: Launcher) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def handing_on_ctrl_c(launcher: Launcher) -> Iterator[None]:
+def forwarding_ctrl_c(launcher: Launcher) -> Iterator[None]:
     """Forward Ctrl-C to the ranks while all of them are processes started by ``launcher``.
 
     The first Ctrl-C asks the ranks to end, as SIGTERM does. The second kills them. If they ended by
@@ -169,7 +169,7 @@ def handing_on_ctrl_c(launcher: Launcher) -> Iterator[None]:
         return
     notes = SignalNotes(_HANDED_ON)
     notes.take()
-    signal.signal(signal.SIGINT, _HandsOn(launcher, notes))
+    signal.signal(signal.SIGINT, _ForwardedCtrlC(launcher, notes))
     try:
         yield
     except KeyboardInterrupt:
@@ -179,16 +179,16 @@ def handing_on_ctrl_c(launcher: Launcher) -> Iterator[None]:
             raise KeyboardInterrupt from error
         raise
     finally:
-        not_handing_on()
+        stop_forwarding_ctrl_c()
 
 
-def not_handing_on() -> None:
+def stop_forwarding_ctrl_c() -> None:
     """Stop forwarding Ctrl-C, also in a rank that has inherited the handler."""
-    if isinstance(signal.getsignal(signal.SIGINT), _HandsOn):
+    if isinstance(signal.getsignal(signal.SIGINT), _ForwardedCtrlC):
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-class _HandsOn:
+class _ForwardedCtrlC:
     def __init__(self, launcher: Launcher, notes: SignalNotes) -> None:
         self._launcher = launcher
         self._notes = notes
@@ -241,7 +241,7 @@ class Interruption:
         if self._alone is None:
             torn = self.on_device and self.watchdog.failed
             topic = f"{self.run}/{self.trainer.global_step}"
-            self._alone = torn or not self.watchdog.all_come(topic, limit_s=_PATIENCE_S)
+            self._alone = torn or not self.watchdog.all_arrive(topic, limit_s=_PATIENCE_S)
         return self._alone
 
     def leave(self) -> None:
@@ -249,4 +249,4 @@ class Interruption:
 
         The launcher ends all ranks when one has ended, and rank 0 may still be writing its log."""
         if self._alone is False:
-            self.watchdog.all_come(f"{self.run}/end", limit_s=_LEAVING_S)
+            self.watchdog.all_arrive(f"{self.run}/end", limit_s=_LEAVING_S)

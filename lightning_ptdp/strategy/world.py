@@ -36,7 +36,7 @@ from lightning_ptdp.world.rendezvous_address import (
     launched_processes,
     listen_anywhere,
     listen_on_loopback,
-    meeting_store,
+    rendezvous_store,
     torchrun_keeps_store,
 )
 
@@ -267,7 +267,7 @@ class World(RunningStrategy):
         )
 
         open_store = partial(
-            meeting_store,
+            rendezvous_store,
             expected.address,
             expected.port,
             keeps=expected.rank == 0 and not by_torchrun,

@@ -46,7 +46,7 @@ from lightning_ptdp.tensor_parallel.named_modules import (
 )
 from lightning_ptdp.tensor_parallel.parallel_plan import ParallelPlan
 from lightning_ptdp.tensor_parallel.randomness import SplitRandomness, give_randomness
-from lightning_ptdp.tensor_parallel.swap import (
+from lightning_ptdp.tensor_parallel.shard_module import (
     check_captured,
     refuse_captured_parts,
     replace_aliases,

@@ -18,7 +18,7 @@ LOOPBACK = "127.0.0.1"
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
-def meeting_store(
+def rendezvous_store(
     address: str, port: int, *, keeps: bool, one_machine: bool, limit: timedelta
 ) -> dist.Store:
     """Return the store at ``address``; rank 0 hosts it (``keeps``), unless torchrun does.

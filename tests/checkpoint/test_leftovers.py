@@ -133,7 +133,7 @@ def test_lock_of_other_machine_expires_after_two_minutes(tmp_path, monkeypatch):
     part = (tmp_path / "b.ckpt").rename(part_name(tmp_path / "a.ckpt"))
     lock = Path(f"{part}.lock")
     lock.write_text(json.dumps({"machine": "another", "host": "there", "pid": 1}))
-    keeper, now = SaveFolders(), time.monotonic()
+    folders, now = SaveFolders(), time.monotonic()
     for seconds, touched, expected in (
         (0, 1, True),
         (100, 2, True),
@@ -143,7 +143,7 @@ def test_lock_of_other_machine_expires_after_two_minutes(tmp_path, monkeypatch):
     ):
         os.utime(lock, (touched, touched))
         monkeypatch.setattr(time, "monotonic", lambda seconds=seconds: now + seconds)
-        keeper.tidy(tmp_path)
+        folders.tidy(tmp_path)
         assert part.exists() == expected
     assert sorted(os.listdir(tmp_path)) == ["a.ckpt", "latest"]
     assert os.readlink(tmp_path / "latest") == "a.ckpt"

@@ -378,9 +378,9 @@ def test_ranks_meet_only_if_all_come(opened):
     store = HashStore()
     ranks = [opened(store, rank=rank, interval_s=1e4) for rank in range(2)]
     with ThreadPoolExecutor(2) as pool:
-        assert all(pool.map(lambda rank: rank.all_come("both", limit_s=HANGS_S), ranks))
-    assert not ranks[0].all_come("one", limit_s=0.05)
-    assert not ranks[1].all_come("one", limit_s=HANGS_S)
+        assert all(pool.map(lambda rank: rank.all_arrive("both", limit_s=HANGS_S), ranks))
+    assert not ranks[0].all_arrive("one", limit_s=0.05)
+    assert not ranks[1].all_arrive("one", limit_s=HANGS_S)
 
 
 def test_threads_end_with_watchdog():

@@ -23,7 +23,7 @@ class _BeforeLightning:
             imports = runpy.run_path(
                 str(Path(__file__).parents[2] / "lightning_ptdp" / "cli" / "imports.py")
             )
-            with imports["uncollected"]():
+            with imports["garbage_collection_paused"]():
                 imports["import_torchmetrics_alone"]()
 
 

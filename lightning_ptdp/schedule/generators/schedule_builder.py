@@ -46,7 +46,7 @@ def build_schedule(
     num_microbatches: Size,
     training: bool = True,
     group_size: Size | None = None,
-    whole_chunks: Size | None = None,
+    max_gathered_chunks: Size | None = None,
 ) -> Schedule:
     """Return the verified schedule of one step; the same object for the same arguments.
 
@@ -65,7 +65,7 @@ def build_schedule(
         group_size: For interleaved 1F1B: maximum number of microbatches that visit a chunk before
             the next chunk's turn; p or more, by default p. The strategy's
             ``microbatch_group_size``.
-        whole_chunks: Chunks of a rank that may be gathered at a time if parameters are sharded; adds
+        max_gathered_chunks: Chunks of a rank that may be gathered at a time if parameters are sharded; adds
             gathers (lowering.py).
 
     Raises:
@@ -87,7 +87,7 @@ def build_schedule(
     if name == "auto":
         name = _found(name, v).name
     with _without_collections():
-        return _build(name, p, v, m, training, group_size, whole_chunks)
+        return _build(name, p, v, m, training, group_size, max_gathered_chunks)
 
 
 def check_schedule(
@@ -248,7 +248,7 @@ def _build(
     m: int,
     training: bool,
     group_size: int | None,
-    whole_chunks: int | None,
+    max_gathered_chunks: int | None,
 ) -> Schedule:
     if training and _is_file(name):
         schedule = _loaded(name)
@@ -258,7 +258,7 @@ def _build(
         )
         schedule = lower(orders)
         verify_schedule(schedule, training=training)
-    return schedule if whole_chunks is None else with_gathers(schedule, whole_chunks)
+    return schedule if max_gathered_chunks is None else with_gathers(schedule, max_gathered_chunks)
 
 
 def _evaluation(name: str | CustomSchedule, p: int, v: int, m: int) -> Schedule:

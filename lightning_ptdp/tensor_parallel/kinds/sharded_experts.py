@@ -34,7 +34,7 @@ _GROUPED = "grouped_mm"
 """The default one of transformers' implementations of experts."""
 
 
-class ReadOnce(Surrounding):
+class ReusedHostReads(Surrounding):
     """Surrounding that lets a recomputation reuse the numbers that its forward read."""
 
     def __init__(self) -> None:

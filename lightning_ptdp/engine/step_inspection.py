@@ -18,7 +18,7 @@ from lightning_ptdp.base.errors import listed
 from lightning_ptdp.base.function_replacement import calling_line, named_dims
 from lightning_ptdp.base.nested import Nested, batch_size, iterate_tensors
 from lightning_ptdp.config import PTDPConfig
-from lightning_ptdp.engine.loss_habits import PAGE
+from lightning_ptdp.engine.loss_inspection import PAGE
 from lightning_ptdp.engine.step_state import Owner, StepState
 from lightning_ptdp.forward.surroundings import Context
 from lightning_ptdp.forward.token_mixing import ORDERING

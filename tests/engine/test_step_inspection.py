@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_ptdp.engine.loss_habits import divisor_of, warn_of_slices
+from lightning_ptdp.engine.loss_inspection import divisor_of, warn_of_slices
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.parity import make_trainer
 
@@ -237,8 +237,8 @@ CASES = {
     LitAuxiliary: None,
     LitPenalty: None,
     LitMeans: None,
-    LitNormalized: "test_step_habits.py, line",
-    LitHardest: "test_step_habits.py, line",
+    LitNormalized: "test_step_inspection.py, line",
+    LitHardest: "test_step_inspection.py, line",
     LitOneLabel: None,
     LitCarried: "training_step writes self.hidden, but",
     LitCarriedPair: "training_step writes self.hidden, but",
