@@ -124,8 +124,9 @@ class PTDPConfig(Degrees):
             keeps only its part of the parameters; those of a block are gathered before its forward
             and before its backward; ZeRO-3). A parameter that the optimizer needs whole (Muon)
             belongs to one replica.
-        reshard_after: With shard="parameters", what is gathered and freed together: a "block" (twice
-            per microbatch), or a "chunk" when the schedule uses it (two at a time) or once a "step".
+        reshard_after: With shard="parameters", what is gathered and freed together: a "block"
+            (twice per microbatch), or a "chunk" when the schedule uses it (two at a time) or once a
+            "step".
             Default: "block", or "chunk" under a pipeline.
         master_weights: Let the optimizer step on float32 copies of parameters in half precision
             ("bf16-true", "16-true").

@@ -252,7 +252,8 @@ def apply_block_passes(
     shards = parallel.shards
     notes = parallel.notes
     restore_forwards(module, Float8Linear, CompiledForward, GatheredForward, Recomputed, Offloaded)
-    # Products in pieces that overlap with collectives: an option of the layers that kinds have made.
+    # Products in pieces that overlap with collectives: an option of the layers that kinds have
+    # made.
     if config.tensor_overlap != 1:
         overlap_collectives(module, pieces=config.tensor_overlap, group=mesh.group("tensor"))
     # Products in float8: likewise, and before compilation, whose graphs contain the products.

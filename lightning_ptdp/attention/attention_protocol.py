@@ -97,8 +97,8 @@ class DistributedAttention(ABC):
     """Attention of this rank's queries to the keys and values of all ranks of a group.
 
     Calls are collective, forward and backward. Shapes are those of ``AttentionCall`` with s/c local
-    queries, keys and values in the order of ``sequence_chunks.py``. A mask has the local queries (or
-    one row for all) and all keys, these in the order of the full sequence; it gets no gradient.
+    queries, keys and values in the order of ``sequence_chunks.py``. A mask has the local queries
+    (or one row for all) and all keys, these in the order of the full sequence; it gets no gradient.
     ``causal`` refers to positions in the full sequence.
 
     To add a kind, derive a class from this one and add it to ``ATTENTIONS``.
@@ -227,7 +227,8 @@ class KeyedAttention:
     """Attention that computes its weights explicitly if some of them are dropped.
 
     Attributes:
-        kept: Returns the factors of the weights (b, n, q, k), 0 or 1 / (1 - p), for a probability p.
+        kept: Returns the factors of the weights (b, n, q, k), 0 or 1 / (1 - p), for a probability
+            p.
     """
 
     kept: Callable[[Tensor, float], Tensor]

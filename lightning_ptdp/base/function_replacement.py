@@ -48,8 +48,8 @@ class Replacing(TorchFunctionMode):
 # A rank holds only a part of such a tensor.
 #
 # If a function returns a tensor in the shape of a part, the result is taken as a part too. This is
-# true of elementwise functions. A single number is refused, because it would be that of the part. So
-# are functions along a divided dimension, indices into one, and products of parts.
+# true of elementwise functions. A single number is refused, because it would be that of the part.
+# So are functions along a divided dimension, indices into one, and products of parts.
 
 
 class PartialModelError(PTDPError, ValueError):

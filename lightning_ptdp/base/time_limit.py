@@ -85,7 +85,7 @@ def _raise_in(thread: int, error: type[BaseException] | None) -> None:
     )
 
 
-# ---- File locks for processes that take turns in a folder ------------------------------------------
+# ---- File locks for processes that take turns in a folder --------------------------------------
 
 
 @contextmanager

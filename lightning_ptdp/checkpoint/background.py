@@ -229,8 +229,8 @@ class HostCopies:
     """One buffer of the size of all tensors that are copied.
 
     Under CUDA its pages are locked, so that copies run at the speed of the bus. They are locked by
-    ``cudaHostRegister``, because ``pin_memory=True`` takes a power of two of bytes. Where the driver
-    refuses, copies are right but slower.
+    ``cudaHostRegister``, because ``pin_memory=True`` takes a power of two of bytes. Where the
+    driver refuses, copies are right but slower.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """Checksums of the blocks of a data file, so that any part can be read and checked alone.
 
-The hash is CRC-32, as in the standard library. zlib-ng computes it at 7 GB/s on one core without the
-interpreter's lock, zlib at a quarter of that, and sha256 without special instructions is slower
+The hash is CRC-32, as in the standard library. zlib-ng computes it at 7 GB/s on one core without
+the interpreter's lock, zlib at a quarter of that, and sha256 without special instructions is slower
 still. It detects any damage that is confined to 32 bits, and misses a fraction of 2^-32 of all
 other damage. It does not protect against deliberate changes. Nothing that is stored beside the data
 does.

@@ -152,7 +152,8 @@ class RemotePath(os.PathLike[str]):
         """Write the object, which is then complete, or as before."""
         options = {}
         if self.url.startswith(("gs:", "gcs:")) and content[-1:] == b"\r":
-            # In a single request, gcsfs 2026.10 appends "\n"; a server removes "\r\n" as one line end.
+            # In a single request, gcsfs 2026.10 appends "\n"; a server removes "\r\n" as one line
+            # end.
             options["chunksize"] = len(content)
         self._ask("writing", "pipe_file", content, nbytes=len(content), **options)
 

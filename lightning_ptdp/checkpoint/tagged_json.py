@@ -1,7 +1,7 @@
 """Python values as JSON that keeps their types; tensors are stored separately.
 
-Text, finite numbers, None, lists, and dictionaries with text as keys are themselves. Any other value
-is an object with a single key, its tag::
+Text, finite numbers, None, lists, and dictionaries with text as keys are themselves. Any other
+value is an object with a single key, its tag::
 
     {"root": Path("runs"), "betas": (0.9, 0.95), "mode": Mode.FAST, "mask": tensor}
     {"root": {"$path": ["Path", "runs"]}, "betas": {"$tuple": [0.9, 0.95]},

@@ -147,7 +147,7 @@ def add_options(
         target.add_argument(f"--{option.name}", **settings)
 
 
-# ---- Options of the configured verbs that are not Lightning's -------------------------------------
+# ---- Options of the configured verbs that are not Lightning's ----------------------------------
 #
 # The parser, the short help and the completions all read this table.
 

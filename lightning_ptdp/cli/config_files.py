@@ -80,7 +80,7 @@ def find_config(name: str, *, option: str = "--config ", folder: Path | None = N
     )
 
 
-# ---- YAML texts, in which a duplicate key is an error ---------------------------------------------
+# ---- YAML texts, in which a duplicate key is an error ------------------------------------------
 
 
 class _Loader(_Base):
@@ -170,7 +170,7 @@ def _check_keys(root: yaml.Node | None) -> None:
             lines[name] = line
 
 
-# ---- Configurations that inherit: ``base: gpt/124m`` in a file ------------------------------------
+# ---- Configurations that inherit: ``base: gpt/124m`` in a file ---------------------------------
 #
 # Bases are resolved here, before LightningCLI reads the configuration. A file contains its
 # differences from its base, which may itself have a base::

@@ -137,7 +137,7 @@ def terminate_on_sigterm() -> Iterator[None]:
         yield
 
 
-# ---- End of the worker processes that a launcher started ------------------------------------------
+# ---- End of the worker processes that a launcher started ---------------------------------------
 
 
 _PATIENCE_S = 3.0

@@ -105,7 +105,7 @@ def _row(name: str) -> tuple[str, str, str, str, str]:
     return name, count, str(devices), " ".join(degrees), summary
 
 
-# ---- Resolved configurations, with the origin of every value as a comment -------------------------
+# ---- Resolved configurations, with the origin of every value as a comment ----------------------
 
 
 _OWNERS = {

@@ -110,8 +110,8 @@ def may_hide(mask: Tensor) -> bool:
 def count_targets(batch: Any) -> Tensor | None:
     """Return the number of labels that are not ignored, () int64, on their device.
 
-    None if the batch has no integer tensor ``labels``. The number is the weight of a rank's loss, if
-    the loss is the mean over its labels.
+    None if the batch has no integer tensor ``labels``. The number is the weight of a rank's loss,
+    if the loss is the mean over its labels.
     """
     labels = [
         tensor

@@ -1,20 +1,20 @@
 """Functions of torch that mean something else on a slice of the sequence.
 
 Attention covers the full sequence (``attention/``). A model that selects a token gets the token of
-the full sequence instead of the slice's: ``x[:, 0]`` for a classifier, ``x[:, -1]`` for a score. The
-group's first rank holds both tokens (``sequence_chunks.py``) and broadcasts them.
+the full sequence instead of the slice's: ``x[:, 0]`` for a classifier, ``x[:, -1]`` for a score.
+The group's first rank holds both tokens (``sequence_chunks.py``) and broadcasts them.
 
 Sums and means of hidden states over time, ``x.sum(1)`` and ``x.mean(1)``, are those of all ranks.
 Their gradient is the sum of the gradients from all ranks' losses.
 
 Shifts along time are refused. The neighbours of the tokens at the ends of a rank's chunks are on
-other ranks, so ``logits[:, :-1]`` with ``labels[:, 1:]`` would leave the pair at every end of a chunk
-out of the loss.
+other ranks, so ``logits[:, :-1]`` with ``labels[:, 1:]`` would leave the pair at every end of a
+chunk out of the loss.
 
-Random numbers are those of one process: the numbers of the full sequence are drawn, and a rank keeps
-those of its slice. All context ranks draw from one stream outside of the blocks. Values of a sample
-(a diffusion's time, a mixing factor) are therefore the same on all ranks, and values of a token are
-those of one process.
+Random numbers are those of one process: the numbers of the full sequence are drawn, and a rank
+keeps those of its slice. All context ranks draw from one stream outside of the blocks. Values of a
+sample (a diffusion's time, a mixing factor) are therefore the same on all ranks, and values of a
+token are those of one process.
 """
 
 from __future__ import annotations

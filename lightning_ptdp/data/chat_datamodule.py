@@ -170,8 +170,8 @@ class ChatDataModule(PreparedDataModule):
 
 # ---- Pairs of a chosen and a rejected answer -----------------------------------------------------
 #
-# A pair is stored as two conversations that differ in their last message, the chosen one first. Only
-# these answers are learned.
+# A pair is stored as two conversations that differ in their last message, the chosen one first.
+# Only these answers are learned.
 
 
 _ROUNDED = 64

@@ -118,8 +118,8 @@ class TextDataModule(PreparedDataModule):
             folder with a tokenizer. Default: learn one from the text. ``ptdp`` uses ``model.path``
             if the model has one.
         overwrite: Prepare again if data_dir was made with other settings or is damaged.
-        remote: Address of a prepared folder in a store (any address of fsspec: s3://, gs://, …). The
-            folder is copied to ``data_dir`` and nothing is prepared. Use
+        remote: Address of a prepared folder in a store (any address of fsspec: s3://, gs://, …).
+            The folder is copied to ``data_dir`` and nothing is prepared. Use
             ``local:/path`` for a mounted store.
         prepare_workers: Number of processes that tokenize the text during the preparation.
         verify_hashes: Compare the hash of every file before training, not only its size.
@@ -201,8 +201,8 @@ class TextDataModule(PreparedDataModule):
 
 # ---- Copies of prepared folders in remote stores -------------------------------------------------
 #
-# The full folder is copied before training, file by file, and checked against its manifest. Training
-# therefore reads only checked data, and a rank never waits for a network.
+# The full folder is copied before training, file by file, and checked against its manifest.
+# Training therefore reads only checked data, and a rank never waits for a network.
 
 _LOCAL = "local:"
 

@@ -262,7 +262,7 @@ class ImageChatDataModule(ChatDataModule):
         return ImageChatConfig(max_images=self._max_images, **options)
 
 
-# ---- Images, named by their files, or small ones as text (``data:image/...``) ---------------------
+# ---- Images, named by their files, or small ones as text (``data:image/...``) ------------------
 
 
 _IMAGE_KEYS = ("path", "image", "url")

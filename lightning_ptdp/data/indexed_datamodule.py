@@ -92,15 +92,15 @@ class IndexedDataModule(StreamDataModule):
 # ---- Megatron-LM's indexed dataset, read in place ------------------------------------------------
 #
 # ``PREFIX.bin`` holds the tokens, ``PREFIX.idx`` the beginnings of documents. A split is a run of
-# whole documents, as with Megatron's ``--split``: the first documents are for training, the last ones
-# for validation. It is therefore one chunk of tokens (``token_store.py``), and memory does not grow
-# with the number of documents. The index, little-endian::
+# whole documents, as with Megatron's ``--split``: the first documents are for training, the last
+# ones for validation. It is therefore one chunk of tokens (``token_store.py``), and memory does not
+# grow with the number of documents. The index, little-endian::
 #
 #     b"MMIDIDX\0\0"  version 1 (u64)  type of a token (u8)  sequences (u64)  document boundaries (u64)
 #     tokens of every sequence (i32)  its first byte in PREFIX.bin (i64)  first sequence of every document, and the end (i64)
 #
-# (format of ``megatron/core/datasets/indexed_dataset.py``). A document is one sequence or several. No
-# token marks the end of a document unless the writer appended one (``--append-eod``).
+# (format of ``megatron/core/datasets/indexed_dataset.py``). A document is one sequence or several.
+# No token marks the end of a document unless the writer appended one (``--append-eod``).
 
 
 IndexedSplit = Literal["train", "validation", "all"]

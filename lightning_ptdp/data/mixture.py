@@ -129,9 +129,9 @@ class MixtureDataModule(StreamDataModule):
 
 # ---- Random access to the samples of a mixture ---------------------------------------------------
 #
-# Sample number i belongs to the corpus whose turn it is. It is the next sample of that corpus in the
-# corpus's own order and epochs: a small corpus with a large weight is repeated more often. The seed
-# and i determine the sample.
+# Sample number i belongs to the corpus whose turn it is. It is the next sample of that corpus in
+# the corpus's own order and epochs: a small corpus with a large weight is repeated more often. The
+# seed and i determine the sample.
 
 
 class MixtureStream(SampleStream):
@@ -225,9 +225,9 @@ class MixtureStream(SampleStream):
 #
 #     turns   0 1 0 2 0 1 0 2 1 0 | 0 1 0 2 ...           D = 10, m = 5, 3, 2
 #
-# After any number n of turns, corpus c has had between n m_c / D - 1 and n m_c / D + 1 of them. This
-# is the chairman assignment (Tijdeman, "The chairman assignment problem", Discrete Mathematics 32,
-# 1980), the closest assignment that exists for any weights.
+# After any number n of turns, corpus c has had between n m_c / D - 1 and n m_c / D + 1 of them.
+# This is the chairman assignment (Tijdeman, "The chairman assignment problem", Discrete Mathematics
+# 32, 1980), the closest assignment that exists for any weights.
 
 
 _LONGEST = 1 << 16

@@ -128,8 +128,8 @@ def _empty(folder: Path) -> None:
 
 # ---- Calls of functions in other processes -------------------------------------------------------
 #
-# ``ordered_map`` covers many items and keeps the order of the results. ``call_in_process`` makes one call whose
-# memory must be returned to the system.
+# ``ordered_map`` covers many items and keeps the order of the results. ``call_in_process`` makes
+# one call whose memory must be returned to the system.
 
 
 Item = TypeVar("Item")

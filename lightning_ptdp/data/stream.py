@@ -192,12 +192,12 @@ class TokenStream(BlockStream):
 
 # ---- The order of samples, computed from the sample number and never stored ----------------------
 #
-# Samples are numbered without end: number ``i`` is position ``i % size`` of epoch ``i // size``. Each
-# epoch is its own permutation of all samples: a keyed Feistel network over the smallest power of two
-# that holds them, repeated until the result is in range (cycle walking; Black and Rogaway, "Ciphers
-# with Arbitrary Finite Domains", CT-RSA 2002). Any number is computed directly, so a checkpoint saves
-# only a position. Unlike the generator of a library, the order is the same with every version of
-# every library.
+# Samples are numbered without end: number ``i`` is position ``i % size`` of epoch ``i // size``.
+# Each epoch is its own permutation of all samples: a keyed Feistel network over the smallest power
+# of two that holds them, repeated until the result is in range (cycle walking; Black and Rogaway,
+# "Ciphers with Arbitrary Finite Domains", CT-RSA 2002). Any number is computed directly, so a
+# checkpoint saves only a position. Unlike the generator of a library, the order is the same with
+# every version of every library.
 
 
 _ROUNDS = 8

@@ -30,8 +30,8 @@ class GradientStore(Protocol):
     """All gradients of one rank.
 
     A batch is ``begin``, backwards, and ``finish`` if it completes an optimizer step. ``.grad``
-    holds the gradients from ``begin`` and ``set_grad`` until ``unset_grad``. The defaults are those of
-    a store whose reductions do not start before ``finish``.
+    holds the gradients from ``begin`` and ``set_grad`` until ``unset_grad``. The defaults are those
+    of a store whose reductions do not start before ``finish``.
     """
 
     parameters: Sequence[ManagedParameter]

@@ -354,7 +354,8 @@ def _state_of(managed: ManagedParameter, state: dict[str, object]) -> dict[str, 
 def _called(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the members of the outermost containers, and modules outside that have no children.
 
-    Modules of torch and of this package, which read parameters with torch's functions, are left out.
+    Modules of torch and of this package, which read parameters with torch's functions, are left
+    out.
     """
     for child in module.children():
         if isinstance(child, nn.ModuleList | nn.Sequential | nn.ModuleDict):

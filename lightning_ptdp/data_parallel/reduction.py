@@ -171,8 +171,8 @@ class PendingReduction:
         """Register ``callback``, to be called after the last collective.
 
         The thread that waits for the collective calls it. On CUDA the current stream is then the
-        one that has waited for the collective. An event that ``callback`` records therefore follows the
-        order of the reductions and delays no other stream.
+        one that has waited for the collective. An event that ``callback`` records therefore follows
+        the order of the reductions and delays no other stream.
         """
         self._callbacks.append(callback)
 

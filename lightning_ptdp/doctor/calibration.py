@@ -223,9 +223,9 @@ def _cluster(preset: Cluster, figures: Sequence[Figures]) -> Cluster:
     )
 
 
-# The planner's counts for these operations (planner/operation_recorder.py), in elements per token: two norms
-# 2 x (3 + 7 passes), two sums 2 x 3 and the activation, 2 + 3 passes of GELU's channels, which are
-# four times as wide, or 5 + 9 of SwiGLU's.
+# The planner's counts for these operations (planner/operation_recorder.py), in elements per token:
+# two norms 2 x (3 + 7 passes), two sums 2 x 3 and the activation, 2 + 3 passes of GELU's channels,
+# which are four times as wide, or 5 + 9 of SwiGLU's.
 _GELU = _WIDTH * (2 * (3 + 7 + 3) + 4 * (2 + 3))
 _GATED = _WIDTH * (2 * (3 + 7 + 3) + 2 * (5 + 9))
 

@@ -35,8 +35,8 @@ def split_batch(
 ) -> list[Nested]:
     """Return one batch per microbatch; tensors are views.
 
-    Arrays are split like tensors, and so are lists with one item per sample. Scalars, and tensors of
-    first dimension 1, are passed whole.
+    Arrays are split like tensors, and so are lists with one item per sample. Scalars, and tensors
+    of first dimension 1, are passed whole.
 
     Args:
         batch: The batch.

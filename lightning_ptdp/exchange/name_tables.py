@@ -12,8 +12,9 @@ native one::
                                            ^ rows here
     theirs  model.layers.3.self_attn.k_proj.weight
 
-An option of both configurations is a ``Field``. To add a model, write a module with a ``ModelTable``
-beside ``gpt_weights.py`` and ``bert_weights.py``, and add the family to ``native_models.py``.
+An option of both configurations is a ``Field``. To add a model, write a module with a
+``ModelTable`` beside ``gpt_weights.py`` and ``bert_weights.py``, and add the family to
+``native_models.py``.
 """
 
 from __future__ import annotations

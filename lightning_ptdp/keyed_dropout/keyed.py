@@ -278,7 +278,7 @@ def _without_draws(function: Callable[..., object], *args: object, **kwargs: obj
     return function(*args, **kwargs)
 
 
-# ---- Random numbers as a function of indices, without a stream or a state -------------------------
+# ---- Random numbers as a function of indices, without a stream or a state ----------------------
 #
 # The hash is SplitMix64's finalizer (Steele, Lea and Flood, "Fast splittable pseudorandom number
 # generators", OOPSLA 2014), applied once per index, in int64 with wrap-around products.

@@ -6,8 +6,8 @@ outside (``gpt_plan``), and follows four rules for that:
 - Numbers of heads are read from the tensors, so that a rank with fewer heads runs the same code.
 - A fused output has the layout [q | k | v] or [gate | up], so that each part can be split
   separately.
-- Positions inside a block are counted after the qkv projection. There the full sequence is available
-  even if the block's input is split along the sequence (arXiv 2205.05198, section 4.2.2).
+- Positions inside a block are counted after the qkv projection. There the full sequence is
+  available even if the block's input is split along the sequence (arXiv 2205.05198, section 4.2.2).
 - One tensor passes from block to block. A mixture of experts also passes the sums of the routers'
   auxiliary values (``experts.py``).
 

@@ -43,8 +43,8 @@ class LitDPO(LitCausalLM):
     logs ``val_loss`` and ``val_rewards/…``.
 
     Args:
-        path: A folder with ``config.json`` (and the weights, as safetensors), or the name of a model
-            on the hub.
+        path: A folder with ``config.json`` (and the weights, as safetensors), or the name of a
+            model on the hub.
         beta: Strength of the penalty that keeps the model close to the reference.
         label_smoothing: Assumed share of pairs whose labels are wrong (conservative DPO), at least
             0 and less than 0.5.

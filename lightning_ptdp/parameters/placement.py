@@ -64,8 +64,8 @@ class Piece:
 class Placement:
     """Place of one local tensor in its full tensor, and of its copies on other ranks.
 
-    On an axis that is neither sharded nor partial, the tensor is replicated: the ranks hold the same
-    values, with the same gradient.
+    On an axis that is neither sharded nor partial, the tensor is replicated: the ranks hold the
+    same values, with the same gradient.
 
     Attributes:
         full_shape: Shape of the full tensor.
@@ -82,8 +82,8 @@ class Placement:
             over pipeline ranks is the last.
         flat: Range [start, stop) of the flattened local tensor that this rank holds of it, a part
             of a bucket that is sharded over replicas; None: all of it.
-        first_in_replica: Whether this rank is the first of the ranks that hold a copy of it and read
-            the same data.
+        first_in_replica: Whether this rank is the first of the ranks that hold a copy of it and
+            read the same data.
         first_in_block: Whether this rank is the first of the ranks of its block (``Axis.within``)
             that hold a copy of it; for a flat range, the first of all ranks that read other data.
     """

@@ -87,7 +87,7 @@ def _fill(copied: nn.Module, copies: dict[int, Any]) -> None:
     fields.pop("_compiled_call_impl", None)  # it would call the model itself
 
 
-# ---- Uncut view of a model --------------------------------------------------------------------------
+# ---- Uncut view of a model ---------------------------------------------------------------------
 
 
 class UncutView:

@@ -182,9 +182,9 @@ def layer_ranges(
     The embedding then costs 16 * 100 / (6 T) of such a head, about an eighth at T = 2048. T is not
     known here; an eighth stands for a small, nonzero cost.
 
-    A vision tower counts like the layers, as if it computed one patch for each token of the sequence.
-    Samples with few images cost less. Later stages call the tower's parts on zeros, without its
-    matrices.
+    A vision tower counts like the layers, as if it computed one patch for each token of the
+    sequence. Samples with few images cost less. Later stages call the tower's parts on zeros,
+    without its matrices.
 
     Args:
         module: The whole module.

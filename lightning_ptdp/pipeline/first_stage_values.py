@@ -2,10 +2,10 @@
 
 Modules before the blocks belong to the first stage. On later stages, stubs return zeros for them,
 and placeholder blocks ignore these zeros. But a model may use such an output for more: give it to
-every block, add it to the blocks' result, log it. ``FirstStageValue`` marks these tensors and everything
-computed from them, on every stage. The first stage thus knows which tensors the next one cannot
-compute itself. That works with frozen weights and in evaluation too, where ``requires_grad`` gives
-no information. Zeros that would be used as if they were values are refused.
+every block, add it to the blocks' result, log it. ``FirstStageValue`` marks these tensors and
+everything computed from them, on every stage. The first stage thus knows which tensors the next one
+cannot compute itself. That works with frozen weights and in evaluation too, where ``requires_grad``
+gives no information. Zeros that would be used as if they were values are refused.
 """
 
 from __future__ import annotations

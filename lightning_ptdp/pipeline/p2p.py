@@ -138,7 +138,8 @@ class Transport:
     Attributes:
         mesh: Supplies the communicators.
         device: Device of received tensors.
-        scatter: Send 1/t of each floating-point tensor that is equal on all t tensor-parallel ranks.
+        scatter: Send 1/t of each floating-point tensor that is equal on all t tensor-parallel
+            ranks.
         scatter_minimum: Elements per rank below which a tensor is not scattered.
         waiting: Called with (action, global rank) before a wait and (action, None) after it.
         explain: Returns the known state of the other ranks, for the error of a failed wait.

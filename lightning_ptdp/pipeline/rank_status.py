@@ -1,7 +1,7 @@
 """Status of a rank, and the report about all ranks when one of them is missing.
 
-A rank's main thread writes its status, and a second thread publishes it (``status_board.py``). Ranks
-that wait for this rank show it in their messages.
+A rank's main thread writes its status, and a second thread publishes it (``status_board.py``).
+Ranks that wait for this rank show it in their messages.
 """
 
 from __future__ import annotations

@@ -88,8 +88,8 @@ class PipelineRuntime:
         group: The pipeline group.
         surroundings: Context managers around a forward.
         observer: Receives an event for every action.
-        adds_consecutive: Gradients of microbatches of a stage that follow each other on this rank are
-            reduced together, after the last of them.
+        adds_consecutive: Gradients of microbatches of a stage that follow each other on this rank
+            are reduced together, after the last of them.
     """
 
     cut: PipelineCut | None
@@ -302,8 +302,8 @@ def _reductions(program: Sequence[Action], *, adds_consecutive: bool) -> _Reduct
 
     Args:
         program: Actions of one rank.
-        adds_consecutive: Leave out those that others of the same stage follow directly: these add to the
-            gradients first.
+        adds_consecutive: Leave out those that others of the same stage follow directly: these add
+            to the gradients first.
     """
     weights = ActionKind.WEIGHT
     gradients = [action for action in program if action.kind in (ActionKind.BACKWARD, weights)]

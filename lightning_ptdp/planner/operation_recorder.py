@@ -88,8 +88,8 @@ class OperationRecorder(TorchDispatchMode):
     """A dispatch mode that records operations in ``trace``, unless that is None.
 
     A tensor is split if t divides its contents. Products with a split weight turn replicated
-    tensors into split ones, and split tensors into replicated ones. Every other operation passes on the state of
-    its inputs.
+    tensors into split ones, and split tensors into replicated ones. Every other operation passes on
+    the state of its inputs.
 
     Operations between two products may be one pass (``elementwise``). A pass reads each tensor
     once, and writes only what is read after it or kept for the backward.
@@ -103,7 +103,8 @@ class OperationRecorder(TorchDispatchMode):
     Attributes:
         trace: Record of the running part.
         is_backward: Whether its backward runs.
-        full_sequence: Whether the running module reads the full sequence under sequence parallelism.
+        full_sequence: Whether the running module reads the full sequence under sequence
+            parallelism.
     """
 
     def __init__(

@@ -98,8 +98,8 @@ def kept_unsharded_bytes(
 ) -> float:
     """Return the bytes of a rank that stay unsharded between layers.
 
-    These are the parameters of two chunks of a pipeline, and the gradients of one of several chunks;
-    or the tables, which stay unsharded for the step.
+    These are the parameters of two chunks of a pipeline, and the gradients of one of several
+    chunks; or the tables, which stay unsharded for the step.
     """
     if choice.shard != "parameters":
         return 0.0

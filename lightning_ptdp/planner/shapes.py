@@ -32,8 +32,8 @@ class Product:
         copied: Number of outputs for key and value heads, of which a rank has at least ``least``.
         least: Number of outputs that are not divided further.
         bias: Whether a bias is added.
-        full_sequence: Whether it reads the full sequence in spite of sequence parallelism, as in a mixture
-            of experts.
+        full_sequence: Whether it reads the full sequence in spite of sequence parallelism, as in a
+            mixture of experts.
         weighted: Whether its second operand is a parameter.
     """
 

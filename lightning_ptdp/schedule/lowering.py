@@ -203,8 +203,8 @@ def _program(order: Schedule, rank: int, receives: list[_Receive]) -> tuple[Acti
 # ---- Gathers of sharded parameters: times at which a rank holds a chunk unsharded ----------------
 #
 # A chunk is gathered one computation ahead of its use, so that the messages travel during that
-# computation. Once as many chunks are gathered as are allowed, the one whose next use is farthest away
-# is freed first. No other order needs fewer gathers (L. A. Belady, A study of replacement
+# computation. Once as many chunks are gathered as are allowed, the one whose next use is farthest
+# away is freed first. No other order needs fewer gathers (L. A. Belady, A study of replacement
 # algorithms for a virtual-storage computer, 1966)::
 #
 #     rank 0 of p2 v2   G0 F0.0 F0.1 G2 F2.0 F2.1 B2.0 B2.1 D2 B0.0 B0.1 D0

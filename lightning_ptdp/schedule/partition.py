@@ -101,7 +101,8 @@ def explicit_partition(
     The user gives the number of layers of each stage, or the first layer of each stage::
 
         explicit_partition([1, 3, 2], layers=names, num_stages=3)                             ((0, 1), (1, 4), (4, 6))
-        explicit_partition(["blocks.0", "blocks.1", "blocks.4"], layers=names, num_stages=3)  ((0, 1), (1, 4), (4, 6))
+        explicit_partition(["blocks.0", "blocks.1", "blocks.4"], layers=names, num_stages=3)  ((0,
+        1), (1, 4), (4, 6))
 
     Args:
         partition: Numbers of layers, or names of layers: the full dotted name or its end

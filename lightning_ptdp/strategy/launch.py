@@ -246,7 +246,7 @@ def _bare_launcher(namespace: str, launcher: Any) -> Launcher:
     return object.__new__(_launcher_class(namespace, launcher))
 
 
-# ---- Trained weights, returned to the process that started the ranks ------------------------------
+# ---- Trained weights, returned to the process that started the ranks ---------------------------
 
 
 def _write_weights(strategy: CheckpointHooks, path: str) -> None:

@@ -3,17 +3,17 @@
 A sum over ``self.parameters()`` in ``training_step`` would be the sum of one pipeline stage, or of
 parts of matrices. While a step runs, these are refused:
 
-- a loop over parameters, when it reaches the end of the local ones. ``next(self.parameters()).device``
-  is allowed;
+- a loop over parameters, when it reaches the end of the local ones.
+  ``next(self.parameters()).device`` is allowed;
 - a loop over modules, if the code around it names an attribute such as ``weight``; in hooks, also
   ``apply``, if the code looks for classes such as ``nn.Linear``;
 - in the first step of a kind, a number computed from a matrix of which the rank has a part, and a
   product with such a matrix in the forward of another module than its own.
 
-``state_dict()`` is refused where it is saved, in hooks and after ``fit``: the file would have a part
-of the model, which nothing shows. In other hooks, ``zip`` over parameters of a pipeline stage is
-refused, and so are collectives of ``torch.distributed`` over parameters. A loop in code that computes
-norms or sums causes a warning.
+``state_dict()`` is refused where it is saved, in hooks and after ``fit``: the file would have a
+part of the model, which nothing shows. In other hooks, ``zip`` over parameters of a pipeline stage
+is refused, and so are collectives of ``torch.distributed`` over parameters. A loop in code that
+computes norms or sums causes a warning.
 
 Everything else inside the forward of a module is allowed: a layer computes with its part. So are
 loops of libraries, such as optimizers and Lightning, outside of the steps.

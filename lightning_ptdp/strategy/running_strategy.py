@@ -65,8 +65,9 @@ class Run:
 
     Attributes:
         mesh: The process groups, which a later run takes over.
-        board: Store for the watchdog's notes, prefixed by the name of this attempt (rendezvous.py). A
-            later run takes it over. None if another library made the groups, or if there are none.
+        board: Store for the watchdog's notes, prefixed by the name of this attempt (rendezvous.py).
+            A later run takes it over. None if another library made the groups, or if there are
+            none.
         watchdog: Records the actions of all ranks.
         interruption: Whether an exception ended all of the ranks.
         stop_request: Whether a signal asks the run to end.

@@ -66,7 +66,7 @@ def names_in(code: CodeType) -> set[str]:
     return set(code.co_names).union(*inner)
 
 
-# ---- Collectives of torch.distributed over all processes -------------------------------------------
+# ---- Collectives of torch.distributed over all processes ---------------------------------------
 
 
 _COLLECTIVES = (

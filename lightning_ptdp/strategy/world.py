@@ -291,8 +291,8 @@ class World(RunningStrategy):
                 environment, backend, expected.rank, layout.world_size, store=store, **options
             )
             mesh = self._make_mesh(layout)
-            # After the loss of its host, torch tries for twice the limit to connect, without a check
-            # of the time.
+            # After the loss of its host, torch tries for twice the limit to connect, without a
+            # check of the time.
             return mesh, store.clone()
 
         return join(expected, open_store=open_store, make=make, limit=limit, ended=self._ended)

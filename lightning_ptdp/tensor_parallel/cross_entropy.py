@@ -226,8 +226,8 @@ class LogSumExp(torch.autograd.Function):
     """``logsumexp(-1)`` of the full logits, in value and gradient.
 
     Every rank gets the same result. Makes two all-reduces. The input is the local logits (..., w),
-    their range, beyond which columns are padding and ignored, and the tensor group. The result (...)
-    has the logits' dtype. It is computed in at least float32.
+    their range, beyond which columns are padding and ignored, and the tensor group. The result
+    (...) has the logits' dtype. It is computed in at least float32.
     """
 
     @staticmethod

@@ -1,9 +1,9 @@
 """The axes of parallelism as a table, divisors of their sizes, and the stages on the pipeline axis.
 
-The p * v pipeline stages are placed on the pipeline ranks. ``loop``: rank r holds the stages r, r+p,
-r+2p, … (arXiv 2104.04473, section 2.2). ``v``: the second chunk runs back, so that rank r holds the
-stages r and 2p-1-r, and the last stage is on the rank of the first one (arXiv 2401.10241, section
-6)::
+The p * v pipeline stages are placed on the pipeline ranks. ``loop``: rank r holds the stages r,
+r+p, r+2p, … (arXiv 2104.04473, section 2.2). ``v``: the second chunk runs back, so that rank r
+holds the stages r and 2p-1-r, and the last stage is on the rank of the first one (arXiv 2401.10241,
+section 6)::
 
     p = 4, v = 2       rank 0    rank 1    rank 2    rank 3
     loop               0  4      1  5      2  6      3  7
@@ -98,7 +98,7 @@ def nearest_multiples(number: int, unit: int) -> str:
     return f"{below} or {below + unit}" if below else str(unit)
 
 
-# ---- Placement of the pipeline stages --------------------------------------------------------------
+# ---- Placement of the pipeline stages ----------------------------------------------------------
 
 
 StagePlacement = Literal["loop", "v"]

@@ -127,8 +127,8 @@ def without_adapters(model: nn.Module) -> nn.Module:
 # ---- Suggested lines of a plan for an unknown model ----------------------------------------------
 #
 # The message that asks for a plan contains them. Feed-forward parts are recognized by their shapes,
-# attentions by their class. Users must review a suggestion, because a forward may use a part in ways
-# that its form does not show.
+# attentions by their class. Users must review a suggestion, because a forward may use a part in
+# ways that its form does not show.
 
 
 def suggested_tensor(model: nn.Module) -> dict[str, str]:

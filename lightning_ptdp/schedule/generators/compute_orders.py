@@ -134,7 +134,8 @@ def interleaved_one_f_one_b(p: int, v: int, m: int, group_size: int | None = Non
 
 # ---- Schedules with all forwards before all backwards, and with forwards alone -------------------
 #
-# In the timelines of this folder every action takes one column. ``simulate(...).text()`` draws them.
+# In the timelines of this folder every action takes one column. ``simulate(...).text()`` draws
+# them.
 
 
 def gpipe(p: int, v: int, m: int) -> Orders:

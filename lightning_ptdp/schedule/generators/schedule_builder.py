@@ -65,8 +65,8 @@ def build_schedule(
         group_size: For interleaved 1F1B: maximum number of microbatches that visit a chunk before
             the next chunk's turn; p or more, by default p. The strategy's
             ``microbatch_group_size``.
-        max_gathered_chunks: Chunks of a rank that may be gathered at a time if parameters are sharded; adds
-            gathers (lowering.py).
+        max_gathered_chunks: Chunks of a rank that may be gathered at a time if parameters are
+            sharded; adds gathers (lowering.py).
 
     Raises:
         ValueError: ``check_schedule`` raises an error, or a user's order is incomplete, out of

@@ -35,7 +35,8 @@ class CustomSchedule:
 
         def order(p, v, m):  # all forwards, then all backwards
             kinds = (ActionKind.FORWARD, ActionKind.BACKWARD)
-            return [[Action(kind, rank, i) for kind in kinds for i in range(m)] for rank in range(p)]
+            return [[Action(kind, rank, i) for kind in kinds for i in range(m)] for rank in
+            range(p)]
 
         strategy = PTDPStrategy(pipeline_parallel_size=4, schedule=CustomSchedule("mine", order))
 
