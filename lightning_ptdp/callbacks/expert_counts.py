@@ -1,8 +1,8 @@
 """Numbers of tokens per expert, counted on the device and summed over the ranks on demand.
 
 The counted values are the choices of experts with which the modules of experts are called. Ranks
-that hold the same tokens count them again, and so does a recomputation. This applies
-equally to all tokens of a layer, so that the *share* of an expert is right in every layout."""
+that hold the same tokens count them again, and so does a recomputation. This applies equally to all
+tokens of a layer, so that the *share* of an expert is right in every layout."""
 
 from __future__ import annotations
 

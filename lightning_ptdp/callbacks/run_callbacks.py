@@ -229,7 +229,8 @@ class RunReport(Callback):
 def _record(trainer: Trainer, *, finished: bool) -> RunRecord:
     callbacks = model_checkpoints(trainer)
     monitoring = next((c for c in callbacks if c.monitor), None)
-    tracking = next((one for one in trainer.loggers if hasattr(one, "tracking_uri")), None)
+    loggers = (one for one in trainer.loggers if hasattr(one, "tracking_uri"))
+    tracking = next((one for one in loggers if hasattr(one, "run_id")), None)
     measured = next((c for c in trainer.callbacks if isinstance(c, Goodput)), None)
     fields: dict[str, Any] = {}
     if monitoring is not None:
@@ -239,7 +240,7 @@ def _record(trainer: Trainer, *, finished: bool) -> RunRecord:
             "monitor": monitoring.monitor,
             "best_score": None if score is None else float(score),
         }
-    if tracking is not None and hasattr(tracking, "run_id"):
+    if tracking is not None:
         fields |= {
             "tracking_uri": str(tracking.tracking_uri),
             "run_id": str(tracking.run_id),

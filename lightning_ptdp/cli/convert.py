@@ -22,7 +22,7 @@ Convert between a checkpoint (a folder, or the single file that one process writ
   a state dict            .pt, .pth, .bin or .safetensors
   a Lightning checkpoint  one .ckpt file, as LightningModule.load_from_checkpoint reads it
 
-on one process, for any layout in which the checkpoint was trained. The values do not change by a single bit.
+on one process, for any layout in which the checkpoint was trained. The values do not change, unless --dtype converts them.
 
 examples:
   ptdp convert runs/last.ckpt gpt2-hf                  for AutoModelForCausalLM.from_pretrained("gpt2-hf")

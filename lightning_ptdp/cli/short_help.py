@@ -186,8 +186,11 @@ def options_in_source(name: str) -> dict[str, SourceOption]:
     defaults: dict[str, str] = {}
     texts: dict[str, str] = {}
     for node in _with_bases(name):
+        docstring = ast.get_docstring(node) or ""
+        for other in re.findall(r"``(\w+)`` documents the arguments", docstring):
+            texts |= _argument_texts(ast.get_docstring(_definition(other)) or "")
         defaults |= dict(_arguments(node))
-        texts |= _argument_texts(ast.get_docstring(node) or "")
+        texts |= _argument_texts(docstring)
     return {
         key: SourceOption(default=default, text=texts.get(key, ""))
         for key, default in defaults.items()
@@ -196,14 +199,20 @@ def options_in_source(name: str) -> dict[str, SourceOption]:
 
 def _with_bases(name: str) -> Iterator[ast.ClassDef]:
     """Yield the definition of a class after those of its bases in this package."""
-    file = _class_files().get(name)
-    if file is None:
-        return
-    for node in ast.parse(file.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.ClassDef) and node.name == name:
-            for base in node.bases:
-                yield from _with_bases(ast.unparse(base))
-            yield node
+    if name in _class_files():
+        node = _definition(name)
+        for base in node.bases:
+            yield from _with_bases(ast.unparse(base))
+        yield node
+
+
+def _definition(name: str) -> ast.ClassDef:
+    source = _class_files()[name].read_text(encoding="utf-8")
+    return next(
+        node
+        for node in ast.parse(source).body
+        if isinstance(node, ast.ClassDef) and node.name == name
+    )
 
 
 @functools.cache  # installed files do not change

@@ -43,8 +43,8 @@ _JSON = (*JSON_LINES, ".json")
 _SUFFIXES = (*_JSON, ".parquet")
 _DOCSTRINGS = 2000
 _LONGEST_LINE = 1 << 26  # bytes
-_LONGEST_LIST = 1 << 30
-_MOST_VALUES = 1 << 24  # bytes and values of a list in a .json file
+_LONGEST_LIST = 1 << 30  # bytes of a list in a .json file
+_MOST_VALUES = 1 << 24  # values of such a list
 _SAVED = ("state.json", "dataset_dict.json")
 
 

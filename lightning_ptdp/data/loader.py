@@ -138,7 +138,7 @@ class TokenLoader(_BatchLoader):
         return self.consumed_samples // len(self.stream)
 
     def __len__(self) -> int:
-        """Return the number of steps in all of the current epoch.
+        """Return the number of steps in the current epoch, from its start.
 
         With a ramp-up, later epochs have fewer steps.
         """

@@ -208,6 +208,12 @@ def _prepare_worker() -> None:
 # ---- Progress of a preparation: a bar on a terminal, occasional lines elsewhere ------------------
 
 
+class _Bar(tqdm):
+    """Bar without tqdm's thread, which would outlive it: processes that fork must have one thread."""
+
+    monitor_interval = 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Reporter:
     """Output of progress.
@@ -226,7 +232,7 @@ class Reporter:
 
         The bar is full after ``total`` bytes.
         """
-        with tqdm(
+        with _Bar(
             total=total,
             desc=verb,
             unit="B",

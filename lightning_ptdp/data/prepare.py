@@ -47,8 +47,7 @@ from lightning_ptdp.data.preparation_work import Reporter, work_folder
 
 Progress = Callable[[str], None]
 BuiltStore: TypeAlias = tuple[AnyTokenizer, dict[str, SplitRecord], dict[str, Any]]
-"""Tokenizer, record of each split, and the fields of ``CorpusRecord`` that follow from the contents.
-"""
+"""Tokenizer, record of each split, and the fields of ``CorpusRecord`` that depend on the content."""
 
 _log = logging.getLogger(__name__)
 _NOT_SETTINGS = ("output", "overwrite", "num_workers", "part_bytes")
@@ -241,7 +240,7 @@ def prepare(
 
 
 def _existing(config: Preparation, output: Path, hashes: bool) -> Manifest:
-    """Return the manifest of a folder after a check of its settings and sources."""
+    """Return the manifest of a folder, whose settings and sources must be the current ones."""
     manifest = Manifest.read(output)
     stored, current = ({"form": item.form, **item.settings} for item in (manifest, config))
     differences = [

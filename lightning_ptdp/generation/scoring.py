@@ -25,7 +25,7 @@ Row = tuple[Sequence[int], int]
 def score(
     module: nn.Module, rows: Sequence[Row], *, batch_size: int = 8
 ) -> list[tuple[float, bool]]:
-    """Return log-likelihoods of the rows' scored tokens, and True where all are most likely.
+    """Return each row's log-likelihood, and True if all its scored tokens are the most likely.
 
     The result is the same in every layout. While a Trainer runs the module in a layout of ours, all
     ranks must call this with the same arguments, and every rank receives all results.

@@ -313,7 +313,7 @@ class MLFlowLogger(Logger):
         run.finalized = True
         final_status = status
         if status not in ("success", "finished"):
-            # Lightning passes only that a run failed.
+            # Lightning's status says that the run failed, but not by which exception.
             raised = {
                 kind.__name__ for cause in causes(sys.exc_info()[1]) for kind in type(cause).__mro__
             }

@@ -238,7 +238,7 @@ def _launcher_class(namespace: str, launcher: type[_CheckedLauncher]) -> type[_C
     base = names.MultiProcessingLauncher
     if launcher is _CheckedSubprocesses:
         base = names.SubprocessLauncher
-    return type(launcher.__name__, (launcher, base), {"_names": names})
+    return type(launcher.__name__, (launcher, base), {"_names": names, "__module__": __name__})
 
 
 def _bare_launcher(namespace: str, launcher: Any) -> Launcher:

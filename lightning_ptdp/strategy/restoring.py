@@ -40,6 +40,7 @@ from lightning_ptdp.exchange import (
     weights_opener,
 )
 from lightning_ptdp.models.pretrained_folder import ADAPTER_NAMES
+from lightning_ptdp.parameters.rectangle import Rectangle
 from lightning_ptdp.shims.lightning import StrategyBase
 from lightning_ptdp.strategy.model_space import (
     MASTER,
@@ -57,7 +58,7 @@ def read_checkpoint(path: Place, strategy: StrategyBase, *, resuming: bool) -> C
 
     Args:
         path: The folder, the same on all ranks.
-        strategy: The strategy, of which ``on_damage`` applies if training resumes.
+        strategy: The strategy. Its option ``on_damage`` applies if training resumes.
         resuming: Whether training resumes from it. Interrupted saves beside it are then completed
             or removed.
 
@@ -115,16 +116,28 @@ def _verify(path: Place, *, ranks: int) -> None:
 
 def fill_from_state(space: ModelSpace, state: Mapping[str, Tensor], *, strict: bool) -> None:
     """Cut this rank's part out of the unsharded tensors of a ``state_dict``; collective."""
-    tensors = _stored_names(space)
-
-    def open_state(_: PathLike) -> InMemory:
-        return InMemory({name: state[_local(name)] for name in tensors if _local(name) in state})
-
-    missing = load_tensors("in memory", tensors, strict=strict, open_stored=open_state)
-    model_names = set().union(*gather(set(map(_local, tensors)))) | space.part.aliases.keys()
+    with same_outcome("loading the model"):
+        tensors = space.tensors()
+        missing = [name for name in tensors if name not in state]
+        if missing and strict:
+            raise CheckpointError(
+                f"the checkpoint has no {missing[:3]}; it has {len(state)} tensors such as "
+                f"{list(state)[:3]}"
+            )
+        for name, (tensor, placement) in tensors.items():
+            if name not in state:
+                continue
+            if tuple(state[name].shape) != placement.full_shape:
+                raise CheckpointError(
+                    f"'{name}' has shape {tuple(state[name].shape)} in the checkpoint, but "
+                    f"{placement.full_shape} in the model"
+                )
+            for offset, view in placement.held(tensor):
+                view.copy_(state[name][Rectangle.at(offset, view.shape).slices])
+        _set_extra_states(space, tensors, missing)
+    model_names = set().union(*gather(set(tensors))) | space.part.aliases.keys()
     if strict and (unexpected := sorted(state.keys() - model_names)):
         raise CheckpointError(f"the checkpoint has {unexpected[:3]}, which the model does not have")
-    _set_extra_states(space, tensors, missing)
 
 
 def fill_part(
@@ -134,35 +147,32 @@ def fill_part(
 
     The arguments and the result are those of ``PTDPStrategy.load_weights``. The values on which the
     optimizer steps are not changed."""
-    tensors = _stored_names(space)
+    tensors = space.tensors()
     if reads_as_huggingface(path) and not rename:  # a Hugging Face folder contains no adapters
         tensors = {
             name: entry
             for name, entry in tensors.items()
-            if not any(fnmatchcase(name, pattern) for pattern in ADAPTER_NAMES)
+            if not any(fnmatchcase(MODEL + name, pattern) for pattern in ADAPTER_NAMES)
         }
     renames = {MODEL + local: MODEL + stored for local, stored in (rename or {}).items()}
-    missing = load_tensors(
+    absent = load_tensors(
         path,
-        tensors,
+        {MODEL + name: entry for name, entry in tensors.items()},
         strict=strict,
         prefix=MODEL if strict and not rename else None,
         rename=renames,
         open_stored=_opener(space, path, rename),
     )
+    missing = [name.removeprefix(MODEL) for name in absent]
     _set_extra_states(space, tensors, missing)
-    return [_local(name) for name in missing]
+    return missing
 
 
 def load_initial_weights(space: ModelSpace, weights: HuggingFaceWeights) -> None:
     """Load the values of ``initial_weights()`` into a module that was built without values."""
+    tensors = {MODEL + name: entry for name, entry in space.tensors().items()}
     with space.waiting_in("loading the initial weights"):
-        load_tensors(
-            "the initial weights",
-            _stored_names(space),
-            strict=False,
-            open_stored=lambda _: weights,
-        )
+        load_tensors("the initial weights", tensors, strict=False, open_stored=lambda _: weights)
 
 
 def needs_initial_values(module: object) -> bool:
@@ -173,22 +183,13 @@ def needs_initial_values(module: object) -> bool:
     return bool(getattr(module, "needs_initial_values", False))
 
 
-def _stored_names(space: ModelSpace) -> NamedTensors:
-    """Return the local tensors of the model under the names that they have in checkpoints."""
-    return {MODEL + name: entry for name, entry in space.tensors().items()}
-
-
-def _local(stored_name: str) -> str:
-    return stored_name.removeprefix(MODEL)
-
-
 def _set_extra_states(space: ModelSpace, tensors: NamedTensors, missing: Collection[str]) -> None:
     """Pass the loaded extra states to ``set_extra_state`` of their modules.
 
     Filling the tensors that ``get_extra_state`` returned is not enough, because they may be
     copies."""
     for name, module in space.module.named_modules():
-        key = f"{MODEL}{name}{'.' * bool(name)}_extra_state"
+        key = f"{name}." * bool(name) + "_extra_state"
         if key in tensors and key not in missing:
             module.set_extra_state(tensors[key][0])
 

@@ -156,6 +156,8 @@ def test_short_help_matches_class_signatures(ptdp):
     for key in ("path", "adapter", "adapter.target_modules", "packing", "learn"):
         assert re.search(rf"^  {key} +\S", shown, re.MULTILINE), key
     assert "num_layers" not in shown
+    for model in ("LitMaskedLM", "LitImageTextToText"):
+        assert all(option.text for option in options_in_source(model).values()), model
     assert "--model.help LitBert" in ptdp("fit", "--config=bert/nano", "-h")[1]
     said = ptdp("generate", "--help")[1]
     assert "--prompt PROMPT       Text to continue." in said

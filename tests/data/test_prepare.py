@@ -4,6 +4,7 @@ Damage is reported."""
 import dataclasses
 import os
 import shutil
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -192,6 +193,16 @@ def test_tokenizer_is_trained_on_bounded_sample(tmp_path):
     assert 1000 < sum(map(len, lines)) <= 2000
     read = [d.name for d in config.documents() if any(line in d.text for line in lines)]
     assert len(set(read)) > 10
+
+
+@pytest.mark.parametrize("bars", [True, False])
+def test_progress_leaves_no_thread(bars, monkeypatch):
+    """A thread would turn off the checks that run in a forked process."""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    before = threading.active_count()
+    with Reporter(say=print, bars=bars).bar("reading", 100) as advance:
+        advance(50)
+    assert threading.active_count() == before
 
 
 def truncate(path):

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from lightning_ptdp.blocks.local_blocks import check_compiler
 from lightning_ptdp.checkpoint.remote_path import Place, located
@@ -298,8 +299,9 @@ def _check_saved(strategy: CheckpointHooks, trainer: Trainer) -> Iterator[str]:
                 strategy, located(getattr(saver, "dirpath", None) or trainer.default_root_dir)
             )
         if savers and not strategy.writes_file:
-            for name, value in strategy.lightning_module.state_dict().items():
-                checked_tensor(name, value)
+            for name, module in strategy.lightning_module.named_modules():
+                if type(module).get_extra_state is not nn.Module.get_extra_state:
+                    checked_tensor(f"{name}._extra_state".lstrip("."), module.get_extra_state())
     except ValueError as error:
         yield str(error)
 
