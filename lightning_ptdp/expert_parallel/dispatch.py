@@ -25,6 +25,7 @@ for one of the E/e local experts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -126,7 +127,7 @@ def dispatch(
     *,
     num_experts: int,
     group: Group,
-    router: str,
+    router: Callable[[], str],
     numbers: HostNumbers | None = None,
     kept_nk: Tensor | None = None,
 ) -> Dispatched:
@@ -139,7 +140,8 @@ def dispatch(
         num_experts: E, a multiple of the group's size; the group's i-th rank holds the i-th part of
             them.
         group: e ranks.
-        router: Description of the router, for errors.
+        router: Returns the description of the router for errors. A compiler would specialize a graph
+            for each text.
         numbers: Reads the sizes.
         kept_nk: bool, the choices within the capacities; None: all. The experts must return zeros
             for a row of zeros.
@@ -201,16 +203,16 @@ def dispatch(
     )
 
 
-def _check(nowhere: int, not_finite: int, num_experts: int, router: str) -> None:
+def _check(nowhere: int, not_finite: int, num_experts: int, router: Callable[[], str]) -> None:
     """Refuse a number of choices of missing experts, and of weights that are not finite."""
     if nowhere:
         raise ExpertError(
-            f"the router of {router} chose experts that do not exist {nowhere} times (valid: 0 to "
+            f"the router of {router()} chose experts that do not exist {nowhere} times (valid: 0 to "
             f"{num_experts - 1})"
         )
     if not_finite:
         raise ExpertError(
-            f"the router of {router} returned {not_finite} weights that are not finite"
+            f"the router of {router()} returned {not_finite} weights that are not finite"
         )
 
 

@@ -74,7 +74,7 @@ class ExpertWeights(nn.Module):
         ``index_nk`` is int64. Choices that are not ``kept_nk`` (bool) add nothing.
 
         Raises:
-            ExpertError: A weight is NaN or infinite.
+            ExpertError: A weight is NaN or infinite, or an expert does not exist.
         """
         routed = dispatch(
             x_nh,
@@ -82,7 +82,7 @@ class ExpertWeights(nn.Module):
             weights_nk,
             num_experts=self.num_experts,
             group=Group(),
-            router=f"layer {self.layer}",
+            router=lambda: f"layer {self.layer}",
             kept_nk=kept_nk,
         )
         outputs_rh = usual_output(self, routed, dtype=autocast_dtype(routed.rows_rh))

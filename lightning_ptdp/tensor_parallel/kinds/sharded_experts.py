@@ -110,7 +110,7 @@ class ExpertsForward(OwnForward):
             *local,
             num_experts=self.num_experts,
             group=self.group,
-            router=f"'{self.name}' on rank {self.group.ranks[self.group.rank]}",
+            router=lambda: f"'{self.name}' on rank {self.group.ranks[self.group.rank]}",
             numbers=self.numbers,
             kept_nk=kept_nk,
         )
