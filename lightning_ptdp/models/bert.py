@@ -220,9 +220,12 @@ def bert_plan(config: BertConfig, prefix: str = "model") -> ParallelPlan:
         f"{block}.mlp.down": Row(),
         f"{root}masked_head.decoder": Vocabulary(),
     }
+    norm = (f"{root}norm",) if config.norm_order == "pre" else ()
     return ParallelPlan(
         blocks=f"{root}blocks",
         tensor=tensor,
+        before=(f"{root}embeddings",),
+        after=(*norm, f"{root}masked_head", f"{root}order_head"),
         selective=(f"{block}.attention.core",),
         sequence="blocks",
     )

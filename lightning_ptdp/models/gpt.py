@@ -231,6 +231,8 @@ def gpt_plan(config: GPTConfig, prefix: str = "model") -> ParallelPlan:
     return ParallelPlan(
         blocks=f"{root}blocks",
         tensor=tensor,
+        before=(f"{root}wte", *positions),
+        after=(f"{root}norm", f"{root}head"),
         numbers={f"{block}.attention": {"queries_per_kv": PerCopy(heads=config.kv_heads)}},
         selective=(f"{block}.attention.core",),
     )
@@ -239,7 +241,7 @@ def gpt_plan(config: GPTConfig, prefix: str = "model") -> ParallelPlan:
 def _feed_forward(config: GPTConfig, block: str) -> dict[str, Kind]:
     """Return the kinds of the modules of the feed-forward parts.
 
-    Under sequence parallelism a mixture receives the full sequence: its router computes means over
+    Under sequence parallelism a mixture receives the whole sequence: its router computes means over
     it, and tokens are distributed to the experts again.
     """
     mixture = f"{block}.mixture"

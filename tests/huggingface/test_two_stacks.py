@@ -72,7 +72,12 @@ def test_loss_and_gradients_match_whole_model(kind, built, compute):
         model.gradient_checkpointing_enable()
     whole = Step(model, compute)
     plan = find_plan(whole)
-    known = {"blocks": plan.blocks, "before": plan.before, "between": plan.between}
+    known = {
+        "blocks": plan.blocks,
+        "before": plan.before,
+        "between": plan.between,
+        "after": plan.after,
+    }
     # also installs the capture of hidden states, so that splitting does not install it again
     expected = whole(batch)
     for cut in CUTS if not built else CUTS[1:2]:

@@ -6,7 +6,6 @@ from torch import nn
 
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.models.plans import find_plan, plan_for
-from lightning_ptdp.pipeline.discover import find_parts
 from lightning_ptdp.strategy.checks.model import plan_of
 from lightning_ptdp.tensor_parallel import (
     Alias,
@@ -50,47 +49,20 @@ def test_known_model_has_valid_plan(kind, prefix):
 
 
 def test_llama_plan_splits_attention_by_heads():
-    model = make_model("llama")
-    plan = plan_for(model)
+    plan = plan_for(make_model("llama"))
     assert plan.tensor["model.layers.*.self_attn"] == plan.tensor["model.layers.*.mlp"] == Region()
     assert plan.tensor["model.layers.*.self_attn.q_proj"] == Column(heads=4)
     assert plan.tensor["model.layers.*.self_attn.v_proj"] == Column(heads=2, copy_heads=True)
-    parts = find_parts(model, plan)
-    assert (parts.before, parts.after) == (("model.embed_tokens",), ("model.norm", "lm_head"))
+    assert (plan.before, plan.after) == (("model.embed_tokens",), ("model.norm", "lm_head"))
     assert plan.tensor["lm_head"] == Vocabulary()
 
 
 def test_bert_plan_covers_both_heads():
-    model = make_model("bert")
-    plan = plan_for(model, "bert_model")
+    plan = plan_for(make_model("bert"), "bert_model")
     assert plan.tensor["bert_model.cls.predictions"] == Alias()
-    parts = find_parts(nn.ModuleDict({"bert_model": model}), plan)
-    assert parts.after == ("bert_model.bert.pooler", "bert_model.cls")
-    bare = find_parts(model.bert, plan_for(model.bert))
+    assert plan.after == ("bert_model.bert.pooler", "bert_model.cls")
+    bare = plan_for(make_model("bert").bert)
     assert (bare.before, bare.after) == (("embeddings",), ("pooler",))
-
-
-def test_model_with_another_head_has_plan():
-    config = make_model("gpt2").config
-    model = transformers.GPT2ForTokenClassification(config)
-    plan = plan_for(model)
-    assert plan.tensor["transformer.wte"] == Vocabulary()
-    assert find_parts(model, plan).after == ("transformer.ln_f", "classifier")
-
-
-def test_encoder_and_decoder_may_have_own_vocabularies():
-    sizes = {"d_model": 32, "vocab_size": 61, "decoder_vocab_size": 50, "pad_token_id": 0}
-    config = transformers.MarianConfig(
-        **sizes, share_encoder_decoder_embeddings=False, tie_word_embeddings=False
-    )
-    with torch.device("meta"):
-        plan = plan_for(transformers.MarianMTModel(config))
-    words = {name for name, kind in plan.tensor.items() if kind == Vocabulary()}
-    assert words == {"model.encoder.embed_tokens", "model.decoder.embed_tokens", "lm_head"}
-
-
-def test_part_of_encoder_decoder_has_no_plan():
-    assert plan_for(make_model("bart").get_encoder()) is None
 
 
 def test_scaled_embedding_and_its_tied_head_are_kept_whole():

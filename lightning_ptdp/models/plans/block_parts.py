@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from torch import nn
 
@@ -33,8 +33,8 @@ A kind that depends on sizes is a function of the configuration.
 WhyNot: TypeAlias = Mapping[Literal["sequence", "pipeline"], str]
 """Kind of parallelism that is not possible -> reason."""
 
+T = TypeVar("T")
 _REGION = Region()
-_ENDS = (nn.Embedding, nn.Linear)
 
 
 def by_heads(config: Config) -> Kind:
@@ -84,7 +84,7 @@ def has_one_kv_head(config: Config) -> bool:
 
 
 def with_bias(*arguments: str) -> OfConfig:
-    """Return a region whose ``arguments`` hold values for each head of the full model."""
+    """Return a region whose ``arguments`` hold values for each head of the whole model."""
 
     def region(config: Config) -> Kind:
         return Region(heads=config.num_attention_heads, arguments=arguments)
@@ -138,78 +138,117 @@ class Family:
     """Properties of the models in one file of transformers.
 
     Attributes:
+        classes: Names of the bare model's class and of the classes with a language-model head.
+        base: Attribute of a model with a head that holds the bare model; "" if it has the blocks
+            itself.
         blocks: Repeated containers, in the order of their calls, with the modules in a block and
             their kinds.
-        outside: Kinds of modules of the bare model outside of its blocks.
-        before, between: Modules that run only before the first container, or before the next one.
+        after: Modules that run after the blocks of their container. Other modules of the bare model
+            run before them.
+        beside: Kinds of other modules of the bare model.
         numbers: Modules in a block, and their attributes that count what is split; or a function of
             the configuration.
         why_not: Kinds of parallelism that are not possible, and why; or a function of the
             configuration.
     """
 
+    classes: tuple[str, ...]
+    base: str
     blocks: Mapping[str, Block]
-    outside: Block = field(default_factory=dict)
-    before: tuple[str, ...] = ()
-    between: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+    beside: Mapping[str, Kind] = field(default_factory=dict)
     numbers: Numbers | Callable[[Config], Numbers] = field(default_factory=dict)
     why_not: WhyNot | Callable[[Config], WhyNot] = field(default_factory=dict)
 
 
-def family_plan(family: Family, module: nn.Module, prefix: str = "") -> ParallelPlan | None:
-    """Return the plan of a model of the family with the name ``prefix``, bare or with a head.
-
-    The result is None if the module lacks a container, such as an encoder without its decoder.
-    """
-    names = [name for name, _ in module.named_modules()]
-    base = getattr(module, "base_model_prefix", "")
-    root = base if base in names else ""
-    if not all(_exists(joined(root, path), names) for path in family.blocks):
-        return None
-    config = getattr(module, "config", None)
+def family_plan(family: Family, module: nn.Module, prefix: str = "") -> ParallelPlan:
+    """Return the plan of a model of the family with the name ``prefix``, bare or with a head."""
+    inner = family.base if any(name == family.base for name, _ in module.named_modules()) else ""
+    base = joined(prefix, inner)
+    config = getattr(module.get_submodule(inner), "config", None)
     of_block = family.numbers(config) if callable(family.numbers) else family.numbers
     why_not = family.why_not(config) if callable(family.why_not) else family.why_not
-    kinds = {joined(root, name): kind for name, kind in family.outside.items()}
+    containers = tuple(joined(base, path) for path in family.blocks)
+    tensor = kinds_of(family.beside, config, base)
     numbers: dict[str, Mapping[str, Number]] = {}
-    for path, block in family.blocks.items():
-        pattern = joined(root, path, "*")
-        kinds |= {joined(pattern, name): kind for name, kind in block.items()}
+    for container, block in zip(containers, family.blocks.values(), strict=True):
+        pattern = joined(container, "*")
+        tensor |= kinds_of(block, config, pattern)
         numbers |= {joined(pattern, name): values for name, values in of_block.items()}
-    kinds = {pattern: kind for pattern, kind in kinds.items() if _exists(pattern, names)}
-    kinds |= vocabulary_of(module)
-    filled = {
-        name
-        for name, child in module.named_modules(remove_duplicate=False)
-        if list(child.parameters())
-    }
-    before, between = (
-        tuple(joined(prefix, root, name) for name in early if joined(root, name) in filled)
-        for early in (family.before, family.between)
-    )
-    containers = tuple(joined(prefix, root, path) for path in family.blocks)
     is_one = len(containers) == 1
-    blocks = containers[0] if is_one else containers
-    return ParallelPlan(
-        blocks=None if "pipeline" in why_not else blocks,
-        tensor={
-            joined(prefix, pattern): kind if isinstance(kind, Kind) else kind(config)
-            for pattern, kind in kinds.items()
-        },
-        before=before,
-        between=between,
+    plan = ParallelPlan(
+        blocks=None if "pipeline" in why_not else containers[0] if is_one else containers,
+        tensor=present(tensor, module, prefix)
+        | (vocabulary_of(module, prefix) if is_one else words_of(module, prefix)),
         sequence="blocks" if is_one and "sequence" not in why_not else None,
-        numbers={
-            joined(prefix, pattern): values
-            for pattern, values in numbers.items()
-            if _exists(pattern, names)
-        },
+        numbers=present(numbers, module, prefix),
         why_not=why_not,
     )
+    if plan.blocks is None:
+        return plan
+    after = {joined(base, name) for name in family.after}
+    before, between, behind = _order(module, prefix, base=base, containers=containers, after=after)
+    return replace(plan, before=before, between=between, after=behind)
 
 
-def _exists(pattern: str, names: Iterable[str]) -> bool:
-    """Return True if the pattern matches one of the names."""
-    return any(matches(name, pattern) for name in names)
+def _order(
+    module: nn.Module, prefix: str, *, base: str, containers: tuple[str, ...], after: set[str]
+) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    """Return (modules before, between, and after the containers).
+
+    In the bare model, modules that are not listed in ``after`` run before the blocks. Outside of
+    it, modules run after them.
+    """
+    fronts: dict[str, int] = {}  # name -> index of the first container after it
+    tails: dict[str, int] = {}  # name -> index of the last container before it
+    for index, container in enumerate(containers):
+        parent = module
+        path = prefix
+        for step in container.removeprefix(f"{prefix}." if prefix else "").split("."):
+            for key, child in parent.named_children():
+                name = joined(path, key)
+                around = any(f"{inner}.".startswith(f"{name}.") for inner in containers)
+                if around or not list(child.parameters()):
+                    continue
+                outside = bool(base) and not f"{name}.".startswith(f"{base}.")
+                if outside or name in after:
+                    tails[name] = index
+                else:
+                    fronts.setdefault(name, index)
+            parent = parent.get_submodule(step)
+            path = joined(path, step)
+    # Of the modules after the blocks, the innermost run first.
+    inside_out = sorted(tails, key=lambda name: -name.count("."))
+    last = len(containers) - 1
+    return (
+        tuple(name for name, index in fronts.items() if index == 0),
+        (
+            *(name for name in inside_out if tails[name] < last),
+            *(name for name, index in fronts.items() if index > 0),
+        ),
+        tuple(name for name in inside_out if tails[name] == last),
+    )
+
+
+def kinds_of(block: Block, config: Config, prefix: str) -> dict[str, Kind]:
+    """Return the kinds of a block's modules in a model of this configuration.
+
+    The names of the modules begin with ``prefix``.
+    """
+    return {
+        joined(prefix, name): value if isinstance(value, Kind) else value(config)
+        for name, value in block.items()
+    }
+
+
+def present(wanted: Mapping[str, T], module: nn.Module, prefix: str) -> dict[str, T]:
+    """Return the entries for modules that exist in the model with the name ``prefix``."""
+    names = [joined(prefix, name) for name, _ in module.named_modules()]
+    return {
+        pattern: value
+        for pattern, value in wanted.items()
+        if any(matches(name, pattern) for name in names)
+    }
 
 
 # ---- Dotted names, and modules found by their purpose --------------------------------------------
@@ -221,7 +260,7 @@ def joined(*parts: str) -> str:
 
 
 def ends_of(module: Any) -> dict[str, nn.Module]:
-    """Return token embeddings and language-model head of a Hugging Face model, by name.
+    """Return token embedding and language-model head of a Hugging Face model, by name.
 
     The embedding of an image is not included. A model of torch has neither.
     """
@@ -231,33 +270,54 @@ def ends_of(module: Any) -> dict[str, nn.Module]:
     # transformers raises it if there is no such embedding
     with contextlib.suppress(NotImplementedError):
         ends.append(module.get_input_embeddings())
-        if getattr(module.config, "is_encoder_decoder", False):
-            ends.append(module.get_decoder().get_input_embeddings())
     return {
         name: child
         for name, child in module.named_modules()
-        if any(child is end for end in ends) and isinstance(child, _ENDS)
+        if any(child is end for end in ends) and isinstance(child, nn.Embedding | nn.Linear)
     }
 
 
-def vocabulary_of(module: nn.Module) -> dict[str, Kind]:
-    """Return the kinds of the modules that hold a parameter of the embedding or the head.
+def spread_ends(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules of ``ends_of`` that can be split.
 
-    Embeddings and heads are split by token, unless one that shares their weight cannot be split.
-    Other modules hold a parameter under another name.
+    A module that shares its weight with one that cannot be split is excluded.
     """
-
-    def own(child: nn.Module) -> set[int]:
-        return {id(parameter) for parameter in child.parameters(recurse=False)}
-
-    shared = {key for end in ends_of(module).values() for key in own(end)}
-    holders = {name: child for name, child in module.named_modules() if own(child) & shared}
-    unsplit = set[int]()
-    for child in holders.values():
-        if isinstance(child, _ENDS) and not fits(child, Vocabulary()):
-            unsplit |= own(child)
+    ends = ends_of(module)
+    unsplit = [end.weight for end in ends.values() if not fits(end, Vocabulary())]
     return {
-        name: Vocabulary() if isinstance(child, _ENDS) else Alias()
-        for name, child in holders.items()
-        if not own(child) & unsplit
+        name: end
+        for name, end in ends.items()
+        if fits(end, Vocabulary()) and all(end.weight is not weight for weight in unsplit)
     }
+
+
+def vocabulary_of(module: nn.Module, prefix: str) -> dict[str, Kind]:
+    """Return the kinds of embedding and head, if they can be split, and of their aliases.
+
+    An alias is a module that holds one of their parameters under another name.
+    """
+    ends = spread_ends(module)
+    parameter_ids = {id(parameter) for end in ends.values() for parameter in end.parameters()}
+    aliases = (
+        name
+        for name, child in module.named_modules()
+        if name not in ends
+        and any(id(parameter) in parameter_ids for parameter in child.parameters(recurse=False))
+    )
+    kinds: dict[str, Kind] = {joined(prefix, name): Vocabulary() for name in ends}
+    return kinds | {joined(prefix, name): Alias() for name in aliases}
+
+
+def words_of(module: nn.Module, prefix: str) -> dict[str, Kind]:
+    """Return the kinds of all embeddings and the head, if all can be split.
+
+    They may share one weight.
+    """
+    ends = {
+        joined(prefix, name): child
+        for name, child in module.named_modules()
+        if name.rpartition(".")[2] in ("shared", "embed_tokens", "lm_head", "proj_out")
+    }
+    if all(fits(end, Vocabulary()) for end in ends.values()):
+        return {name: Vocabulary() for name in ends}
+    return {}

@@ -1,18 +1,19 @@
 """Plans of models that declare their own plan.
 
 These are Llama, Mistral, Qwen, Gemma, GPT-NeoX and the Llama-like decoders of Hugging Face. Their
-``tp_plan`` names the style of each module (``"colwise"``, ``"rowwise"`` …).
+``tp_plan`` names the style of each module (``"colwise"``, ``"rowwise"`` …), their ``pp_plan`` the
+children in the order of calls.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from torch import nn
 
-from lightning_ptdp.models.plans.block_parts import ends_of, joined, vocabulary_of
+from lightning_ptdp.models.plans.block_parts import ends_of, joined, spread_ends
 from lightning_ptdp.tensor_parallel import (
     Column,
     Kind,
@@ -21,6 +22,7 @@ from lightning_ptdp.tensor_parallel import (
     PerCopy,
     Region,
     Row,
+    Vocabulary,
     Whole,
     fits,
     matches,
@@ -51,7 +53,7 @@ def declared_plan(module: Any, prefix: str = "") -> ParallelPlan:
     A module is replicated if it is declared as split and gathered again, or if its style is unknown
     here (experts). An attention or a feed-forward part is replicated if one of its projections has
     an unusual type (wrapped by an adapter, quantized). Under sequence parallelism, replicated
-    modules receive the full sequence. If there are fewer key/value heads than ranks, each rank
+    modules receive the whole sequence. If there are fewer key/value heads than ranks, each rank
     gets one head.
     """
     modules: Modules = dict(module.named_modules())
@@ -64,13 +66,15 @@ def declared_plan(module: Any, prefix: str = "") -> ParallelPlan:
             if all(hasattr(child, "num_key_value_groups") for child in attentions):
                 numbers[parent] = {"num_key_value_groups": PerCopy(heads=kind.heads[0])}
     _add_regions(modules, tensor)
-    tensor |= vocabulary_of(module)
-    blocks = _container(module, modules)
+    tensor |= dict.fromkeys(spread_ends(module), Vocabulary())
+    blocks, before, after = _order(module, modules)
     if blocks is not None:
         tensor |= dict.fromkeys(_parts_kept_whole(modules[blocks], blocks, tensor), Whole())
     return ParallelPlan(
         blocks=joined(prefix, blocks) if blocks is not None else None,
         tensor={joined(prefix, pattern): kind for pattern, kind in tensor.items()},
+        before=tuple(joined(prefix, name) for name in before),
+        after=tuple(joined(prefix, name) for name in after),
         numbers={joined(prefix, pattern): values for pattern, values in numbers.items()},
         sequence="blocks",
     )
@@ -144,7 +148,7 @@ def _parts_kept_whole(
 ) -> dict[str, None]:
     """Return patterns of the parts of blocks that are not completely sharded, except norms.
 
-    Their computation may need the full sequence: an attention, or a mixture of experts whose
+    Their computation may need the whole sequence: an attention, or a mixture of experts whose
     router losses depend on all tokens.
     """
     patterns: dict[str, None] = {}
@@ -164,7 +168,7 @@ def _parts_kept_whole(
 def _is_covered(name: str, module: nn.Module, tensor: Mapping[str, Kind]) -> bool:
     """Return True if the module's own parameters are sharded.
 
-    A split by heads counts only within a region, which provides the full sequence.
+    A split by heads counts only within a region, which provides the whole sequence.
     """
     by_heads = any(
         isinstance(kind, Column) and kind.heads is not None and matches(name, pattern)
@@ -186,8 +190,24 @@ def _parent(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _container(module: Any, modules: Modules) -> str | None:
-    """Return the name of the container of all split modules; None if there are several."""
-    names = {pattern.partition(".*")[0] for pattern in module.tp_plan if ".*" in pattern}
-    containers = names & modules.keys()
-    return containers.pop() if len(containers) == 1 else None
+def _order(module: Any, modules: Modules) -> tuple[str | None, Sequence[str], Sequence[str]]:
+    """Return (container, modules before it, modules after it) as the model declares them.
+
+    Otherwise, return the container of its split modules.
+    """
+    declared: Mapping[str, Any] = getattr(module, "pp_plan", None) or {}
+    # The head is declared first, because the class of the head is inspected first; all other names
+    # are in the order of the calls.
+    names = sorted((name for name in declared if name in modules), key=lambda name: "." not in name)
+    lists = [name for name in names if isinstance(modules[name], nn.ModuleList)]
+    if len(lists) != 1:
+        containers = {
+            pattern.partition(".*")[0] for pattern in module.tp_plan if ".*" in pattern
+        } & modules.keys()
+        return containers.pop() if len(containers) == 1 else None, (), ()
+    cut = names.index(lists[0])
+    first, last = (
+        [name for name in part if list(modules[name].parameters())]
+        for part in (names[:cut], names[cut + 1 :])
+    )
+    return lists[0], first, last

@@ -1,6 +1,6 @@
 """Hugging Face models that declare no plan, one row per model.
 
-To support another model, add a row: the folder of its classes, its container of blocks, and the
+To support another model, add a row: where its classes are defined, where its blocks are, and the
 kinds of the modules in a block. Names in a row are relative to the bare model (or to a block). A
 kind that depends on sizes is a function of the configuration. Modules that a model of the family
 lacks (such as position biases that are switched off) are left out.
@@ -65,27 +65,50 @@ _FRAMES: WhyNot = {
 }
 
 
-def _stack(blocks: str, block: Block, **more: Any) -> Family:
-    return Family(blocks={blocks: block}, **more)
+def _encoder(
+    prefix: str, base: str, blocks: str = "encoder.layer", block: Block = _BERT, **more: Any
+) -> Family:
+    names = (
+        "Model",
+        "ForMaskedLM",
+        "ForPreTraining",
+        "LMHeadModel",
+        "ForCausalLM",
+        "ForNextSentencePrediction",
+    )
+    return Family(
+        classes=tuple(f"{prefix}{end}" for end in names),
+        base=base,
+        blocks={blocks: block},
+        **{"after": ("pooler",), **more},
+    )
+
+
+def _decoder(prefix: str, base: str, blocks: str, block: Block, **more: Any) -> Family:
+    classes = tuple(f"{prefix}{end}" for end in ("Model", "ForCausalLM", "LMHeadModel"))
+    return Family(classes=classes, base=base, blocks={blocks: block}, **more)
 
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
-        "gpt2": _stack("h", _GPT2, numbers=per_rank("attn", "split_size", "num_heads")),
-        "gpt_bigcode": _stack(
-            "h", {**_GPT2, **attention("attn", "c_attn", "c_proj", by=of.falcon_fused)},
+        "gpt2": _decoder(
+            "GPT2", "transformer", blocks="h", block=_GPT2, after=("ln_f",), numbers=per_rank("attn", "split_size", "num_heads"),
+        ),
+        "gpt_bigcode": _decoder(
+            "GPTBigCode", "transformer", blocks="h", after=("ln_f",),
+            block={**_GPT2, **attention("attn", "c_attn", "c_proj", by=of.falcon_fused)},
             numbers=lambda config: per_rank("attn", "embed_dim", "num_key_value_groups" if config.multi_query else "num_heads"),
         ),
-        "gptj": _stack(
-            "h", {**attention("attn", out="out_proj"), **feed_forward("mlp.fc_in", "mlp.fc_out")},
-            numbers=per_rank("attn", "num_attention_heads"),
+        "gptj": _decoder(
+            "GPTJ", "transformer", blocks="h", after=("ln_f",), numbers=per_rank("attn", "num_attention_heads"),
+            block={**attention("attn", out="out_proj"), **feed_forward("mlp.fc_in", "mlp.fc_out")},
         ),
-        "gpt_neo": _stack(
-            "h", {**attention("attn.attention", out="out_proj"), **feed_forward("mlp.c_fc", "mlp.c_proj")},
-            numbers=per_rank("attn.attention", "num_heads"),
+        "gpt_neo": _decoder(
+            "GPTNeo", "transformer", blocks="h", after=("ln_f",), numbers=per_rank("attn.attention", "num_heads"),
+            block={**attention("attn.attention", out="out_proj"), **feed_forward("mlp.c_fc", "mlp.c_proj")},
         ),
-        "stablelm": _stack(
-            "layers", {**_GROUPED, **_GATED},
+        "stablelm": _decoder(
+            "StableLm", "model", blocks="layers", block={**_GROUPED, **_GATED}, after=("norm",),
             numbers=lambda config: {
                 "self_attn": {
                     "num_heads": PerRank(), "num_key_value_heads": PerRank(heads=config.num_key_value_heads),
@@ -93,26 +116,27 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 }
             },
         ),
-        "gpt_oss": _stack(
-            "layers", {**_GROUPED, "self_attn": of.with_sinks, "mlp": Whole()},
+        "gpt_oss": _decoder(
+            "GptOss", "model", blocks="layers", block={**_GROUPED, "self_attn": of.with_sinks, "mlp": Whole()}, after=("norm",),
             numbers=lambda config: {"self_attn": {"num_key_value_groups": PerCopy(heads=config.num_key_value_heads)}},
         ),
-        "opt": _stack(
-            "decoder.layers", _OPT, numbers=per_rank("self_attn", "num_heads"),
+        "opt": Family(
+            classes=("OPTForCausalLM",), base="model.decoder", blocks={"layers": _OPT}, after=("final_layer_norm", "project_out"),
+            numbers=per_rank("self_attn", "num_heads"),
             why_not={"sequence": "its feed-forward parts flatten samples and tokens into one "
                                  "dimension"},
         ),
-        "biogpt": _stack("layers", _OPT),
-        "persimmon": _stack(
-            "layers", numbers=per_rank("self_attn", "num_heads"),
+        "biogpt": _decoder("BioGpt", "biogpt", blocks="layers", block=_OPT, after=("layer_norm",)),
+        "persimmon": _decoder(
+            "Persimmon", "model", blocks="layers", after=("final_layernorm",), numbers=per_rank("self_attn", "num_heads"),
             block={
                 **attention("self_attn", "query_key_value", "dense"), "self_attn.q_layernorm": Partial(),
                 "self_attn.k_layernorm": Partial(), **_BLOOM,
             },
         ),
-        "falcon": _stack(
-            "h",
-            {
+        "falcon": _decoder(
+            "Falcon", "transformer", blocks="h", after=("ln_f",),
+            block={
                 **_BLOOM,
                 **attention("self_attention", "query_key_value", "dense", by=of.falcon_fused),
                 "self_attention": of.with_bias("alibi", "attention_mask"),
@@ -121,44 +145,54 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "self_attention": {"num_heads": PerRank(), "num_kv_heads": PerRank(heads=1 if of.has_one_kv_head(config) else None)}
             },
         ),
-        "bloom": _stack(
-            "h", numbers=per_rank("self_attention", "num_heads"),
+        "bloom": _decoder(
+            "Bloom", "transformer", blocks="h", after=("ln_f",), numbers=per_rank("self_attention", "num_heads"),
             block={**_BLOOM, **attention("self_attention", "query_key_value", "dense", region=of.with_bias("alibi"))},
         ),
-        "mpt": _stack(
-            "blocks", numbers=per_rank("attn", "n_heads"),
+        "mpt": _decoder(
+            "Mpt", "transformer", blocks="blocks", after=("norm_f",), numbers=per_rank("attn", "n_heads"),
             block={
                 **attention("attn", "Wqkv", "out_proj", by=of.fused, region=of.with_bias("position_bias")),
                 **feed_forward("ffn.up_proj", "ffn.down_proj"),
             },
         ),
-        **dict.fromkeys(("bert", "roberta", "camembert", "xlm_roberta", "electra", "esm"), _stack("encoder.layer", _BERT)),
-        "megatron_bert": _stack(
-            "encoder.layer", _BERT, numbers=per_rank("attention.self", "num_attention_heads", "all_head_size")
+        "bert": _encoder("Bert", "bert"),
+        "roberta": _encoder("Roberta", "roberta"),
+        "camembert": _encoder("Camembert", "roberta"),
+        "xlm_roberta": _encoder("XLMRoberta", "roberta"),
+        "electra": _encoder("Electra", "electra"),
+        "megatron_bert": _encoder(
+            "MegatronBert", "bert", after=("encoder.ln", "pooler"),
+            numbers=per_rank("attention.self", "num_attention_heads", "all_head_size"),
         ),
-        "mpnet": _stack(
-            "encoder.layer", outside={"encoder.relative_attention_bias": Partial()},
+        "esm": _encoder("Esm", "esm", after=("encoder.emb_layer_norm_after", "pooler", "contact_head")),
+        "mpnet": _encoder(
+            "MPNet", "mpnet", beside={"encoder.relative_attention_bias": Partial()},
             block={
                 **attention("attention.attn", "q k v", "o", region=of.with_bias("position_bias")),
                 **feed_forward("intermediate.dense", "output.dense"),
             },
             numbers=per_rank("attention.attn", "num_attention_heads", "all_head_size"),
         ),
-        "nomic_bert": _stack("layers", {**attention("self_attn"), **_GATED}),
-        "modernbert": _stack("layers", {**attention("attn", "Wqkv", "Wo", by=of.fused), "mlp.Wi": of.gated, "mlp.Wo": Row()}),
-        "distilbert": _stack(
-            "transformer.layer", {**attention("attention", "q_lin k_lin v_lin", "out_lin"), **feed_forward("ffn.lin1", "ffn.lin2")}
+        "nomic_bert": _encoder("NomicBert", "nomic_bert", blocks="layers", block={**attention("self_attn"), **_GATED}),
+        "modernbert": _encoder(
+            "ModernBert", "model", blocks="layers", after=("final_norm",),
+            block={**attention("attn", "Wqkv", "Wo", by=of.fused), "mlp.Wi": of.gated, "mlp.Wo": Row()},
         ),
-        "deberta_v2": _stack(
-            "encoder.layer", numbers=per_rank("attention.self", "num_attention_heads"),
+        "distilbert": _encoder(
+            "DistilBert", "distilbert", blocks="transformer.layer",
+            block={**attention("attention", "q_lin k_lin v_lin", "out_lin"), **feed_forward("ffn.lin1", "ffn.lin2")},
+        ),
+        "deberta_v2": _encoder(
+            "DebertaV2", "deberta", numbers=per_rank("attention.self", "num_attention_heads"),
             block={
                 "attention": Whole(), "attention.output.dense": Row(), **feed_forward("intermediate.dense", "output.dense"),
                 **attention("attention.self", "query_proj key_proj value_proj pos_key_proj pos_query_proj", None, region=None),
             },
         ),
-        "albert": _stack(
-            "encoder.albert_layer_groups.*.albert_layers",
-            {**attention("attention", "query key value", "dense", region=None), **feed_forward("ffn", "ffn_output")},
+        "albert": _encoder(
+            "Albert", "albert", blocks="encoder.albert_layer_groups.*.albert_layers",
+            block={**attention("attention", "query key value", "dense", region=None), **feed_forward("ffn", "ffn_output")},
             why_not={
                 "pipeline": "'albert_layer_groups' has one layer that is called repeatedly, "
                             "and all stages would need it",
@@ -166,9 +200,18 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                             "so there is no first and last layer",
             },
         ),
-        **dict.fromkeys(("vit", "deit", "beit", "audio_spectrogram_transformer"), _stack("layers", _VIT, why_not=_PATCHES)),
-        "dinov2": _stack("encoder.layer", _VIT, why_not=_PATCHES),
-        **dict.fromkeys(("wav2vec2", "hubert"), _stack("encoder.layers", _SPEECH, why_not=_FRAMES)),
+        "vit": _encoder("ViT", "vit", blocks="layers", block=_VIT, after=("layernorm", "pooler"), why_not=_PATCHES),
+        "deit": _encoder("DeiT", "deit", blocks="layers", block=_VIT, after=("layernorm", "pooler"), why_not=_PATCHES),
+        "beit": _encoder("Beit", "beit", blocks="layers", block=_VIT, after=("layernorm", "pooler"), why_not=_PATCHES),
+        "dinov2": _encoder("Dinov2", "dinov2", block=_VIT, after=("layernorm",), why_not=_PATCHES),
+        "audio_spectrogram_transformer": _encoder(
+            "AST", "audio_spectrogram_transformer", blocks="layers", block=_VIT, after=("layernorm",), why_not=_PATCHES
+        ),
+        "wav2vec2": Family(
+            classes=("Wav2Vec2Model", "Wav2Vec2ForCTC"), base="wav2vec2", blocks={"encoder.layers": _SPEECH}, after=("adapter",),
+            why_not=_FRAMES,
+        ),
+        "hubert": Family(classes=("HubertModel", "HubertForCTC"), base="hubert", blocks={"encoder.layers": _SPEECH}, why_not=_FRAMES),
     }
 )  # fmt: skip
 """Rows by the folder of transformers that defines the classes."""
@@ -177,8 +220,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 # ---- Encoder-decoders: T5, BART and models with the same structure -------------------------------
 
 _SIDES = ("encoder", "decoder")
-_EARLY = "embed_tokens embed_positions layernorm_embedding value_embedding conv1 conv2"
-"""Modules of an encoder or a decoder that run before its blocks."""
 
 
 def _attentions(self_attn: str, memory: str, split: str, out: str, *, heads: str) -> Block:
@@ -197,14 +238,15 @@ def _attentions(self_attn: str, memory: str, split: str, out: str, *, heads: str
     }
 
 
-def _two_stacks(path: str, *blocks: Block, **more: Any) -> Family:
+def _two_stacks(
+    classes: tuple[str, ...], base: str, path: str, *blocks: Block, **more: Any
+) -> Family:
     """Return a row of an encoder and a decoder; ``path`` is the container of each one's blocks."""
     containers = {f"{side}.{path}": block for side, block in zip(_SIDES, blocks, strict=True)}
-    before, between = (tuple(f"{side}.{name}" for name in _EARLY.split()) for side in _SIDES)
-    return Family(blocks=containers, before=("shared", *before), between=between, **more)
+    return Family(classes=classes, base=base, blocks=containers, **more)
 
 
-def _t5() -> Family:
+def _t5(name: str) -> Family:
     self_attn = "layer.*.SelfAttention"
     memory = "layer.*.EncDecAttention"
     dense = "layer.*.DenseReluDense"
@@ -215,10 +257,12 @@ def _t5() -> Family:
         **feed_forward(f"{dense}.wi {dense}.wi_0 {dense}.wi_1", f"{dense}.wo", region=dense),
     }
     numbers = per_rank(self_attn, "n_heads", "inner_dim") | per_rank(memory, "n_heads", "inner_dim")
-    return _two_stacks("block", block, block, numbers=numbers)
+    classes = (f"{name}Model", f"{name}ForConditionalGeneration")
+    after = ("encoder.final_layer_norm", "decoder.final_layer_norm", "lm_head")
+    return _two_stacks(classes, "", "block", block, block, after=after, numbers=numbers)
 
 
-def _bart() -> Family:
+def _bart(name: str) -> Family:
     def block(side: str) -> Block:
         heads = f"{side}_attention_heads"
         attentions = _attentions(
@@ -226,17 +270,21 @@ def _bart() -> Family:
         )
         return {**attentions, **feed_forward("fc1", "fc2")}
 
+    classes = tuple(f"{name}{end}" for end in ("Model", "ForConditionalGeneration", "MTModel"))
     numbers = per_rank("self_attn", "num_heads") | per_rank("encoder_attn", "num_heads")
-    return _two_stacks("layers", *map(block, _SIDES), numbers=numbers)
+    after = ("encoder.layer_norm", "decoder.layer_norm")
+    return _two_stacks(
+        classes, "model", "layers", *map(block, _SIDES), after=after, numbers=numbers
+    )
 
 
-def _without_heads(**more: Any) -> Family:
+def _without_heads(name: str, base: str, head: str, **more: Any) -> Family:
     """Return the row of models whose attentions are replicated.
 
     These attentions cannot be split by heads alone.
     """
     block = feed_forward("fc1", "fc2")
-    return _two_stacks("layers", block, block, **more)
+    return _two_stacks((f"{name}Model", f"{name}{head}"), base, "layers", block, block, **more)
 
 
 def _distils(config: Config) -> WhyNot:
@@ -249,10 +297,15 @@ def _distils(config: Config) -> WhyNot:
 
 ENCODER_DECODERS: Mapping[str, Family] = MappingProxyType(
     {
-        **dict.fromkeys(("t5", "mt5"), _t5()),
-        **dict.fromkeys(("bart", "mbart", "pegasus", "marian", "whisper"), _bart()),
-        "led": _without_heads(),
-        "informer": _without_heads(why_not=_distils),
+        "t5": _t5("T5"),
+        "mt5": _t5("MT5"),
+        "bart": _bart("Bart"),
+        "mbart": _bart("MBart"),
+        "pegasus": _bart("Pegasus"),
+        "marian": _bart("Marian"),
+        "whisper": _bart("Whisper"),
+        "led": _without_heads("LED", "led", "ForConditionalGeneration"),
+        "informer": _without_heads("Informer", "model", "ForPrediction", why_not=_distils),
     }
 )
 """Rows of encoder-decoders, by the folder of transformers that defines the classes."""
@@ -265,10 +318,15 @@ ENCODER_DECODERS: Mapping[str, Family] = MappingProxyType(
 
 _LAYER: Block = {"self_attn": AttentionHeads(), "linear1": Column(), "linear2": Row()}
 
-TRANSFORMER_ENCODER = Family(blocks={"layers": _LAYER})
+TRANSFORMER_ENCODER = Family(
+    classes=("TransformerEncoder",), base="", blocks={"layers": _LAYER}, after=("norm",)
+)
 TRANSFORMER = Family(
+    classes=("Transformer",),
+    base="",
     blocks={
         "encoder.layers": _LAYER,
         "decoder.layers": {**_LAYER, "multihead_attn": AttentionHeads()},
     },
+    after=("encoder.norm", "decoder.norm"),
 )

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from lightning_ptdp.models.plans.block_parts import Family, family_plan, joined
+from lightning_ptdp.models.plans.block_parts import family_plan, joined
 from lightning_ptdp.models.plans.declared import declared_plan, declares_plan
 from lightning_ptdp.models.plans.families import (
     ENCODER_DECODERS,
@@ -18,7 +18,7 @@ from lightning_ptdp.models.plans.families import (
 )
 from lightning_ptdp.parameters.structure_copies import shallow_copy
 from lightning_ptdp.shims.peft import replaced_by
-from lightning_ptdp.shims.transformers import collects_by_itself, is_huggingface_model
+from lightning_ptdp.shims.transformers import collects_by_itself
 from lightning_ptdp.tensor_parallel import Experts, Kind, ParallelPlan
 
 
@@ -33,28 +33,27 @@ def plan_for(module: nn.Module, prefix: str = "") -> ParallelPlan | None:
     """
     forward = getattr(type(module), "forward", None)  # classes of torch.jit have none
     for kind in type(module).__mro__:
-        family = _family(kind, module) if forward is vars(kind).get("forward") else None
-        plan = None if family is None else family_plan(family, module, prefix)
-        if plan is not None:
-            return plan
-    if is_huggingface_model(module) and declares_plan(module):
-        return declared_plan(module, prefix)
-    return None
-
-
-def _family(kind: type, module: nn.Module) -> Family | None:
-    """Return the row of a class; ``module`` is an instance of it, or of a subclass."""
-    if kind is nn.TransformerEncoder:
-        return TRANSFORMER_ENCODER
-    if kind is nn.Transformer:
-        # A user may pass another encoder or decoder.
-        usual = isinstance(module.encoder, nn.TransformerEncoder) and isinstance(
-            module.decoder, nn.TransformerDecoder
+        if forward is not vars(kind).get("forward"):
+            continue
+        if kind is nn.TransformerEncoder:
+            return family_plan(TRANSFORMER_ENCODER, module, prefix)
+        if (
+            kind is nn.Transformer
+            # A user may pass another encoder or decoder.
+            and isinstance(module.encoder, nn.TransformerEncoder)
+            and isinstance(module.decoder, nn.TransformerDecoder)
+        ):
+            return family_plan(TRANSFORMER, module, prefix)
+        folder = (
+            kind.__module__.split(".")[2]
+            if kind.__module__.startswith("transformers.models.")
+            else ""
         )
-        return TRANSFORMER if usual else None
-    if kind.__module__.startswith("transformers.models.") and is_huggingface_model(module):
-        folder = kind.__module__.split(".")[2]
-        return FAMILIES.get(folder) or ENCODER_DECODERS.get(folder)
+        family = FAMILIES.get(folder) or ENCODER_DECODERS.get(folder)
+        if family is not None and kind.__name__ in family.classes:
+            return family_plan(family, module, prefix)
+    if _is_hugging_face(module) and declares_plan(module):
+        return declared_plan(module, prefix)
     return None
 
 
@@ -97,6 +96,18 @@ def _experts(module: nn.Module, prefix: str) -> dict[str, Kind]:
     kind = Experts()
     names = (joined(prefix, name) for name, child in module.named_modules() if kind.fits(child))
     return dict.fromkeys((re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in names), kind)
+
+
+def _is_hugging_face(module: nn.Module) -> bool:
+    """Return True if the module is a Hugging Face model.
+
+    The class is recognized by name, so that transformers need not be imported. Remote code is
+    defined elsewhere but extends classes of transformers.
+    """
+    return any(
+        kind.__name__ == "PreTrainedModel" and kind.__module__.startswith("transformers.")
+        for kind in type(module).__mro__
+    )
 
 
 def without_adapters(model: nn.Module) -> nn.Module:
