@@ -84,7 +84,7 @@ def has_one_kv_head(config: Config) -> bool:
 
 
 def with_bias(*arguments: str) -> OfConfig:
-    """Return a region whose ``arguments`` hold values for each head of the whole model."""
+    """Return a region whose ``arguments`` hold values for each head of the full model."""
 
     def region(config: Config) -> Kind:
         return Region(heads=config.num_attention_heads, arguments=arguments)
@@ -178,10 +178,10 @@ def family_plan(family: Family, module: nn.Module, prefix: str = "") -> Parallel
     is_one = len(containers) == 1
     plan = ParallelPlan(
         blocks=None if "pipeline" in why_not else containers[0] if is_one else containers,
-        tensor=present(tensor, module, prefix)
+        tensor=existing(tensor, module, prefix)
         | (vocabulary_of(module, prefix) if is_one else words_of(module, prefix)),
         sequence="blocks" if is_one and "sequence" not in why_not else None,
-        numbers=present(numbers, module, prefix),
+        numbers=existing(numbers, module, prefix),
         why_not=why_not,
     )
     if plan.blocks is None:
@@ -241,7 +241,7 @@ def kinds_of(block: Block, config: Config, prefix: str) -> dict[str, Kind]:
     }
 
 
-def present(wanted: Mapping[str, T], module: nn.Module, prefix: str) -> dict[str, T]:
+def existing(wanted: Mapping[str, T], module: nn.Module, prefix: str) -> dict[str, T]:
     """Return the entries for modules that exist in the model with the name ``prefix``."""
     names = [joined(prefix, name) for name, _ in module.named_modules()]
     return {

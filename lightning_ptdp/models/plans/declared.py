@@ -53,7 +53,7 @@ def declared_plan(module: Any, prefix: str = "") -> ParallelPlan:
     A module is replicated if it is declared as split and gathered again, or if its style is unknown
     here (experts). An attention or a feed-forward part is replicated if one of its projections has
     an unusual type (wrapped by an adapter, quantized). Under sequence parallelism, replicated
-    modules receive the whole sequence. If there are fewer key/value heads than ranks, each rank
+    modules receive the full sequence. If there are fewer key/value heads than ranks, each rank
     gets one head.
     """
     modules: Modules = dict(module.named_modules())
@@ -148,7 +148,7 @@ def _parts_kept_whole(
 ) -> dict[str, None]:
     """Return patterns of the parts of blocks that are not completely sharded, except norms.
 
-    Their computation may need the whole sequence: an attention, or a mixture of experts whose
+    Their computation may need the full sequence: an attention, or a mixture of experts whose
     router losses depend on all tokens.
     """
     patterns: dict[str, None] = {}
@@ -168,7 +168,7 @@ def _parts_kept_whole(
 def _is_covered(name: str, module: nn.Module, tensor: Mapping[str, Kind]) -> bool:
     """Return True if the module's own parameters are sharded.
 
-    A split by heads counts only within a region, which provides the whole sequence.
+    A split by heads counts only within a region, which provides the full sequence.
     """
     by_heads = any(
         isinstance(kind, Column) and kind.heads is not None and matches(name, pattern)
