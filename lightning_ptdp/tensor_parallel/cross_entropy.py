@@ -2,15 +2,16 @@
 
 See arXiv 1909.08053, section 3.
 
-The forward pass makes two small all-reduces. The first carries one number per token, the largest of
-the ranks' log-sum-exps. The second carries three: the sum of the ranks' exponentials, the target's
-logit and the sum of logits. The backward pass needs no communication.
+The forward pass makes two small all-reduces. The first carries one number per token, the maximum.
+The second carries two (three with label smoothing): the sum of exponentials, the target's logit and
+the sum of logits. The backward pass needs no communication.
 
 Shapes: n tokens, w local rows of the vocabulary (padding included).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -79,9 +80,10 @@ def vocabulary_parallel_cross_entropy(
 class TokenLoss:
     """The loss of one token as a function of its logits, and its gradient.
 
-    Let x be the logits, Z = sum exp x and e the smoothing. The loss is (1 - e) (log Z - x[target])
-    + e (log Z - mean x). Its gradient is softmax - (1 - e) onehot(target) - e / V. The z-loss is c
-    (log Z)^2. It adds 2 c log Z softmax to the gradient.
+    Let x be the logits minus their maximum, z = sum exp x and e the smoothing. The loss is (1 - e)
+    (log z - x[target]) + e (log z - mean x). Its gradient is softmax - (1 - e) onehot(target) - e /
+    V. The z-loss is c (log Z)^2, where Z is the sum of exponentials of the original logits. It adds
+    2 c log Z softmax to the gradient.
 
     Attributes:
         words: Range of the local logits.
@@ -93,12 +95,14 @@ class TokenLoss:
     smoothing: float
     z_loss: float
 
-    def value(self, log_sum_n: Tensor, picked_n: Tensor, total_n: Tensor) -> Tensor:
-        """Return the loss from log Z, x[target], and sum x (used only with smoothing)."""
-        loss_n = log_sum_n - picked_n
+    def value(
+        self, log_z_n: Tensor, picked_n: Tensor, sums_n: Sequence[Tensor], log_sum_n: Tensor
+    ) -> Tensor:
+        """Return the loss from log z, x[target], sum x (only with smoothing) and log Z."""
+        loss_n = log_z_n - picked_n
         if self.smoothing:
             loss_n = (1 - self.smoothing) * loss_n + self.smoothing * (
-                log_sum_n - total_n / self.words.size
+                log_z_n - sums_n[0] / self.words.size
             )
         return loss_n + self.z_loss * log_sum_n.square() if self.z_loss else loss_n
 
@@ -126,6 +130,20 @@ class TokenLoss:
             picked_n + _picked(logits_nk, column_n),
             total_n + logits_nk.sum(-1) if self.smoothing else total_n,
         )
+
+    def sums(self, logits_nk: Tensor, column_n: Tensor, largest_n: Tensor) -> Tensor:
+        """Sum the logits minus ``largest_n``; ``column_n`` as in ``summary``.
+
+        Returns:
+            Stacked (2 or 3, n): the targets' logits, the sum of the logits (only with smoothing),
+            and the sum of the exponentials.
+        """
+        shifted_nk = logits_nk - largest_n.unsqueeze(-1)
+        sums = [_picked(shifted_nk, column_n)]
+        if self.smoothing:
+            sums.append(shifted_nk.sum(-1))
+        sums.append(shifted_nk.exp_().sum(-1))  # last, because it overwrites the shifted logits
+        return torch.stack(sums)
 
     def gradient(
         self,
@@ -196,14 +214,19 @@ class _CrossEntropy(torch.autograd.Function):
         group: Group,
     ) -> Tensor:
         words = formula.words
-        summary = no_words(logits_nw)
+        local = logits_nw[:, : words.count]
+        dtype = torch.promote_types(logits_nw.dtype, torch.float32)
+        largest_n = _largest(local, dtype, group)
         if words.count:
-            add = fused(TokenLoss.summary, logits_nw.device)
-            summary = add(formula, logits_nw[:, : words.count], target_n - words.start, *summary)
-        log_sum_n, picked_n, total_n = over_ranks(group, *summary)
+            add = fused(TokenLoss.sums, logits_nw.device)
+            sums_n = add(formula, local, target_n - words.start, largest_n)
+        else:
+            sums_n = largest_n.new_zeros(3 if formula.smoothing else 2, len(largest_n))
+        picked_n, *sums, z_n = sum_over(sums_n, group)
+        log_sum_n = largest_n + z_n.log()
         ctx.save_for_backward(logits_nw, target_n, counted_n, log_sum_n)
         ctx.formula = formula
-        return formula.value(log_sum_n, picked_n, total_n).masked_fill(~counted_n, 0.0)
+        return formula.value(z_n.log(), picked_n, sums, log_sum_n).masked_fill(~counted_n, 0.0)
 
     @staticmethod
     @once_differentiable
@@ -232,9 +255,10 @@ class LogSumExp(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, words: VocabularyRange, group: Group) -> Tensor:
+        local = logits[..., : words.count]
         dtype = torch.promote_types(logits.dtype, torch.float32)
-        local = logits[..., : words.count].to(dtype)
-        (result,) = over_ranks(group, local.logsumexp(-1))
+        largest = _largest(local, dtype, group)
+        result = largest + sum_over((local - largest.unsqueeze(-1)).exp_().sum(-1), group).log()
         ctx.save_for_backward(logits, result)
         ctx.words = words
         return result.to(logits.dtype)
@@ -251,22 +275,19 @@ class LogSumExp(torch.autograd.Function):
         return gradient, None, None
 
 
-def no_words(logits_n: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the results of ``TokenLoss.summary`` for no words, for each row of ``logits_n``."""
-    zeros = logits_n.new_zeros(
-        len(logits_n), dtype=torch.promote_types(logits_n.dtype, torch.float32)
+def _largest(logits: Tensor, dtype: torch.dtype, group: Group) -> Tensor:
+    """Return the largest logit of each token over all ranks; a rank may have no logits."""
+    largest = (
+        logits.amax(-1).to(dtype)
+        if logits.size(-1)
+        else logits.new_full(logits.shape[:-1], -torch.inf, dtype=dtype)
     )
-    return torch.full_like(zeros, -torch.inf), zeros, zeros
+    return sum_over(largest, group, op="max")
 
 
-def over_ranks(group: Group, log_sum: Tensor, *sums: Tensor) -> tuple[Tensor, ...]:
-    """Return the log-sum-exp of all ranks' logits, and the sums over the ranks of ``sums``."""
-    if group.size == 1:
-        return log_sum, *sums
-    largest = start_all_reduce(log_sum, group=group, op="max").wait()
-    terms = torch.stack(((log_sum - largest).exp(), *sums))
-    z, *totals = start_all_reduce(terms, group=group, in_place=True).wait()
-    return largest + z.log(), *totals
+def sum_over(x: Tensor, group: Group, op: Literal["sum", "max"] = "sum") -> Tensor:
+    """Sum ``x`` over the group in place, or take the maximum."""
+    return x if group.size == 1 else start_all_reduce(x, group=group, in_place=True, op=op).wait()
 
 
 def checked_targets(

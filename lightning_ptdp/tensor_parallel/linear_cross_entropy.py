@@ -28,9 +28,8 @@ from lightning_ptdp.tensor_parallel.cross_entropy import (
     Reduction,
     TokenLoss,
     checked_targets,
-    no_words,
-    over_ranks,
     reduced,
+    sum_over,
     vocabulary_parallel_cross_entropy,
 )
 from lightning_ptdp.tensor_parallel.kinds.vocabulary import VocabularyParallelHead
@@ -182,23 +181,34 @@ class _LinearCrossEntropy(torch.autograd.Function):
         parts: _Parts,
         formula: TokenLoss,
     ) -> Tensor:
-        summary = no_words(x_nh)
+        dtype = torch.promote_types(x_nh.dtype, torch.float32)
+        log_sum_n = x_nh.new_full((len(x_nh),), -torch.inf, dtype=dtype)
         add = fused(TokenLoss.summary, x_nh.device)
+        sums = log_sum_n, torch.zeros_like(log_sum_n), torch.zeros_like(log_sum_n)
         for part in parts:
             logits_nk = parts.logits(part, x_nh, parts.matrix(part, x_nh.dtype))
-            summary = add(formula, logits_nk, target_n - parts.first(part), *summary)
-        log_sum_n, picked_n, total_n = over_ranks(parts.group, *summary)
+            sums = add(formula, logits_nk, target_n - parts.first(part), *sums)
+        log_sum_n, picked_n, total_n = sums
+        if parts.group.size > 1:
+            largest_n = sum_over(log_sum_n.clone(), parts.group, op="max")
+            picked_n, total_n, z_n = sum_over(
+                torch.stack((picked_n, total_n, (log_sum_n - largest_n).exp_())), parts.group
+            )
+            log_sum_n = largest_n + z_n.log()
         ctx.save_for_backward(x_nh, target_n, counted_n, log_sum_n)
         ctx.parts = parts
         ctx.formula = formula
-        return formula.value(log_sum_n, picked_n, total_n).masked_fill(~counted_n, 0.0)
+        return formula.value(log_sum_n, picked_n, [total_n], log_sum_n).masked_fill(~counted_n, 0.0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_n: Tensor) -> tuple[Tensor | None, ...]:
         x_nh, target_n, counted_n, log_sum_n = ctx.saved_tensors
-        parts = ctx.parts
-        wants_x, wants_weight, wants_bias, *_ = ctx.needs_input_grad
+        parts, formula, (wants_x, wants_weight, wants_bias, *_) = (
+            ctx.parts,
+            ctx.formula,
+            ctx.needs_input_grad,
+        )
         # Select, do not multiply by 0: the mean over no targets has an infinite gradient.
         grad_n = torch.where(counted_n, grad_n, 0.0)
         grad_x = torch.zeros_like(x_nh, dtype=log_sum_n.dtype) if wants_x else None
@@ -209,8 +219,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             and parts.weight.grad is not None
             and adds_to_gradient(parts.weight)
         )
-        grad_weight = torch.zeros_like(parts.weight) if wants_weight and not adds else None
-        total = parts.weight.grad if adds else grad_weight
+        grad_weight = (
+            parts.weight.grad if adds else torch.zeros_like(parts.weight) if wants_weight else None
+        )
         grad_bias = torch.zeros_like(parts.bias) if wants_bias else None
         gradient = fused(TokenLoss.gradient, x_nh.device)
         with torch.autocast(x_nh.device.type, enabled=False):
@@ -218,7 +229,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 matrix_kh = parts.matrix(part, x_nh.dtype)
                 logits_nk = parts.logits(part, x_nh, matrix_kh)
                 grad_nk = gradient(
-                    ctx.formula,
+                    formula,
                     logits_nk,
                     target_n - parts.first(part),
                     log_sum_n,
@@ -230,11 +241,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     grad_bias[part] = grad_nk.sum(0, dtype=grad_bias.dtype)
                 if grad_x is not None:
                     add_product(grad_x, grad_nk, matrix_kh)
-                if total is not None:
-                    add_product(total[part], grad_nk.t(), x_nh)
+                if grad_weight is not None:
+                    add_product(grad_weight[part], grad_nk.t(), x_nh)
         return (
             None if grad_x is None else grad_x.to(x_nh.dtype),
-            grad_weight,
+            None if adds else grad_weight,
             grad_bias,
             None,
             None,

@@ -35,6 +35,7 @@ def test_compiled_loss_formulas_match_eager(smoothing, z_loss, dtype):
     logits_nk, column_n, log_sum_n, grad_n = _inputs(dtype)
     for function, arguments in (
         (TokenLoss.summary, (log_sum_n, grad_n, 2 * grad_n)),
+        (TokenLoss.sums, (log_sum_n,)),
         (TokenLoss.gradient, (log_sum_n, grad_n)),
     ):
         compiled = torch.compile(function, backend="aot_eager", dynamic=False)
