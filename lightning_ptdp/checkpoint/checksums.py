@@ -186,7 +186,11 @@ class SummedFile(RawFile):
             CheckpointError: The file is damaged in this range, or too short. The message names the
                 file and the first damaged block.
         """
-        assert 0 <= start <= stop <= self.size
+        if not 0 <= start <= stop <= self.size:
+            raise CheckpointError(
+                f"{self.path} is damaged: it should contain bytes {start} to {stop}, but it "
+                f"has {self.size}"
+            )
         begin, end = _blocks_of(start, stop, self.size)
         content = into
         is_part = (begin, end) != (start, stop)

@@ -236,7 +236,8 @@ def replacing(target: Path) -> Iterator[Path]:
     try:
         yield part
         for path in (part, *part.rglob("*")):
-            sync(path)
+            if path.exists():  # not a link to nothing
+                sync(path)
         replace(part, target)
     except OSError as error:
         raise CheckpointError(f"writing {target} failed: {error}") from error

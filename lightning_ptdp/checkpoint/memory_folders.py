@@ -33,6 +33,7 @@ LINK = "memory"
 _ROOT = Path("/dev/shm")
 _BACK = "link"
 _TURN_S = 10.0
+_TEST_S = 1.0
 _SNAPSHOT = re.compile(r"step-(\d+)")
 
 
@@ -83,7 +84,8 @@ class MemoryFolder:
             self.path.mkdir(exist_ok=True)
             (self.path / _BACK).write_text(str(self.link), encoding="utf-8")
             self._lock = open(self.path / _BACK, "rb")  # noqa: SIM115 - the lock lasts as long
-            wait_for_lock(self._lock, limit_s=_TURN_S)  # ``check_memory`` may be testing it
+            # ``check_memory`` may be testing it for a moment.
+            wait_for_lock(self._lock, limit_s=_TEST_S)
 
     def publish(self, snapshot: Path, *, linked: bool) -> None:
         """Make ``snapshot``, which is complete, the only one.

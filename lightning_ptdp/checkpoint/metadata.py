@@ -248,6 +248,8 @@ def read_sums(folder: Place, metadata: CheckpointMetadata, name: str) -> Sums:
     Raises:
         CheckpointError: The file of checksums is missing or damaged.
     """
+    if name not in metadata.files:
+        raise CheckpointError(f"{folder} is damaged: {METADATA_FILE} does not list {name}")
     size = metadata.files[name].size
     sums = Path(name).stem + SUMS_SUFFIX
     content = read_verified(folder, metadata, sums, most=sums_bytes(size))

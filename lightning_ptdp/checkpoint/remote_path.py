@@ -279,7 +279,8 @@ def each(
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
     def call(item: S) -> T:
-        with torch.cuda.stream(stream):
+        # Without a stream, torch's context would start CUDA, after which no process can fork.
+        with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
             return function(item)
 
     with ThreadPoolExecutor(count, thread_name_prefix="storage") as pool:

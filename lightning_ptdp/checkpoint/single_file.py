@@ -13,8 +13,7 @@ import importlib.metadata
 import os
 import pickle
 import warnings
-from collections import UserDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -135,7 +134,7 @@ def save_synced(content: Mapping[str, Any], path: Path) -> None:
 # ---- A folder, read in one process like such a file ----------------------------------------------
 
 
-class StoredWeights(UserDict[str, Tensor]):
+class StoredWeights(MutableMapping[str, Tensor]):
     """The ``state_dict`` of the whole model, read tensor by tensor on access.
 
     Tied parameters have all their names.
@@ -153,34 +152,42 @@ class StoredWeights(UserDict[str, Tensor]):
     """
 
     def __init__(self, path: PathLike) -> None:
-        super().__init__()
         self.path = located(path)
         self.touched = False
         reader = TensorReader(path)
         self._stored = reader.model_names()
-        self.data: dict[str, Any] = dict.fromkeys(self._stored)  # None: not read yet
+        self._values: dict[str, Tensor | None] = dict.fromkeys(self._stored)
         # Tied parameters stay one tensor.
         self._read = functools.cache(reader.read)
 
     def __getitem__(self, name: str) -> Tensor:
-        value: Tensor | None = self.data[name]
+        value = self._values[name]
         self.touched = True
         if value is None:
-            value = self.data[name] = self._read(self._stored[name])
+            value = self._values[name] = self._read(self._stored[name])
         return value
 
     def __setitem__(self, name: str, value: Tensor) -> None:
         self.touched = True
-        self.data[name] = value
+        self._values[name] = value
 
     def __delitem__(self, name: str) -> None:
-        del self.data[name]
+        del self._values[name]
         self.touched = True
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._values
 
     def __repr__(self) -> str:
         return f"StoredWeights({len(self)} tensors of {self.path})"
 
-    def copy(self) -> dict[str, Tensor]:  # type: ignore[override]
+    def copy(self) -> dict[str, Tensor]:
         """Return an ordinary dictionary."""
         return dict(self)
 

@@ -124,6 +124,8 @@ def merge_outputs(
         return type(first)(v for o in outputs for v in o)
     if children(first) is not None and len(set(lengths)) <= 1:
         parts = [dict(children(output) or ()) for output in outputs]
+        if any(part.keys() != parts[0].keys() for part in parts):
+            return list(outputs)
         merged = {
             key: merge_outputs([part[key] for part in parts], sizes, weights) for key in parts[0]
         }

@@ -273,7 +273,7 @@ def _without_draws(function: Callable[..., object], *args: object, **kwargs: obj
     if options["training"] and options.get("p", options.get("dropout_p", 1.0)):
         raise KeyedDropoutError(
             f"keyed_dropout=True does not support {_UNSUPPORTED[function]}. Build the module "
-            "without it, or use keyed_dropout=False"
+            "without it (dropout=0), or use keyed_dropout=False"
         )
     return function(*args, **kwargs)
 

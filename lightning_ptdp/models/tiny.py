@@ -141,7 +141,9 @@ def _new_folder(folder: str | os.PathLike[str], seed: int) -> Iterator[Path]:
     target = Path(os.path.abspath(folder))
     target.parent.mkdir(parents=True, exist_ok=True)
     with (
-        tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as scratch,
+        tempfile.TemporaryDirectory(
+            dir=target.parent, prefix=f".{target.name}-", ignore_cleanup_errors=True
+        ) as scratch,
         torch.random.fork_rng(devices=[]),
         torch.device("cpu"),
     ):

@@ -41,10 +41,11 @@ from lightning_ptdp.planner.traced_blocks import LayerTracer, Run, TracedLayer
 from lightning_ptdp.shims.transformers import image_parts
 from lightning_ptdp.tensor_parallel import ParallelPlan, Whole
 
-_SAMPLES = 31
+_SAMPLES = 122
 """Samples of the traced batch.
 
-They are a prime, so that they divide the size of a tensor only if it has values of each sample.
+A size that they divide is taken for one with values of each sample. They are twice a prime, so that
+few other sizes are, and even, because models of pairs cannot run an odd number of samples.
 """
 
 

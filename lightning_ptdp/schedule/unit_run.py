@@ -111,11 +111,14 @@ class WaitingRanks:
     """Ranks that run in turns, each as far as it can.
 
     Attributes:
-        waiting: For each awaited event, the rank that waits for it.
+        waiting: For each awaited event, the rank that is resumed by it.
+        awaited: For each rank that waits, the event. Several ranks can wait for one event only if
+            they deadlock.
     """
 
     def __init__(self) -> None:
         self.waiting: dict[Any, int] = {}
+        self.awaited: dict[int, Any] = {}
         self._ready: list[int] = []
 
     def run(self, ranks: Sequence[Iterator[Any]]) -> None:
@@ -129,11 +132,14 @@ class WaitingRanks:
             event = next(ranks[rank], None)
             if event is not None:
                 self.waiting[event] = rank
+                self.awaited[rank] = event
 
     def notify(self, event: Any) -> None:
         """Resume the rank that waits for ``event``, if there is one."""
         if event in self.waiting:
-            self._ready.append(self.waiting.pop(event))
+            rank = self.waiting.pop(event)
+            del self.awaited[rank]
+            self._ready.append(rank)
 
 
 def run_compute_order(order: Schedule) -> tuple[UnitTimes, tuple[list[int], ...]]:
@@ -155,8 +161,8 @@ def run_compute_order(order: Schedule) -> tuple[UnitTimes, tuple[list[int], ...]
     ends: tuple[list[int], ...] = tuple([] for _ in programs)
     ranks = WaitingRanks()
     ranks.run([_advance(*rank, times, ranks) for rank in zip(programs, ends, strict=True)])
-    if ranks.waiting:
-        awaited = {rank: times.action(number) for number, rank in ranks.waiting.items()}
+    if ranks.awaited:
+        awaited = {rank: times.action(number) for rank, number in ranks.awaited.items()}
         raise _deadlock(order, {rank: len(ends[rank]) for rank in sorted(awaited)}, awaited)
     return times, ends
 

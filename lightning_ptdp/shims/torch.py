@@ -202,7 +202,9 @@ def is_checkpointing() -> bool:
     It is False under reentrant checkpoints, and in the recomputation itself.
     """
     hooks: Any = saved_tensor_hooks()
-    return hooks is not None and hooks[0].__qualname__.startswith("_checkpoint_hook.")
+    return hooks is not None and getattr(hooks[0], "__qualname__", "").startswith(
+        "_checkpoint_hook."
+    )
 
 
 def forward_hooks(module: nn.Module) -> tuple[dict[int, Callable[..., object]], dict[int, bool]]:

@@ -37,6 +37,13 @@ from lightning_ptdp.tensor_parallel.linear_cross_entropy import (
     linear_cross_entropy,
 )
 from lightning_ptdp.tensor_parallel.logits import VocabularyParallelLogits, gather_full
+from lightning_ptdp.tensor_parallel.module_sharding import (
+    check_captured,
+    refuse_captured_parts,
+    replace_aliases,
+    shard_module,
+    split_sequence,
+)
 from lightning_ptdp.tensor_parallel.named_modules import (
     PerCopy,
     PerRank,
@@ -46,13 +53,6 @@ from lightning_ptdp.tensor_parallel.named_modules import (
 )
 from lightning_ptdp.tensor_parallel.parallel_plan import ParallelPlan
 from lightning_ptdp.tensor_parallel.randomness import SplitRandomness, give_randomness
-from lightning_ptdp.tensor_parallel.shard_module import (
-    check_captured,
-    refuse_captured_parts,
-    replace_aliases,
-    shard_module,
-    split_sequence,
-)
 from lightning_ptdp.tensor_parallel.tensor_shards import VocabularyRange
 
 __all__ = [

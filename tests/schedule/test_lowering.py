@@ -167,6 +167,7 @@ def test_adjacent_stages_on_one_rank_send_no_messages():
     [
         ("F0.0 B0.0\nB1.0 F1.0", "B1.0 needs F1.0 before it"),
         ("B0.0 F0.0\nF1.0 B1.0", "B0.0 needs F0.0 before it"),
+        ("F0.0 B0.1 F0.1 B0.0\nF1.0 B1.0 F1.1 B1.1", "B0.1 needs F0.1 before it"),
         ("F0.0 B0.0\nF1.0 B1.0 R1", "R1 is not a computation"),
         ("F0.0 F0.0 B0.0\nF1.0 B1.0", "F0.0 happens twice"),
         ("F0.0 F1.0\nB1.0", "F1.0 is on rank 0, but stage 1 is on rank 1"),
