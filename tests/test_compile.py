@@ -117,6 +117,29 @@ def _kept_by_a_block(rank, compiled):
     return sum(kept.values()) - sum(p.untyped_storage().nbytes() for p in block.parameters())
 
 
+def _compilations(rank, num_layers):
+    """Return the compiled graphs, and the breaks between them, of a model with experts."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    model = GPT(gpt_config(Run(llama=True, experts=4, layers=num_layers)))
+    compile_blocks(
+        model,
+        policy="blocks",
+        blocks=("blocks",),
+        device=torch.device("cpu"),
+        options={"backend": "aot_eager"},
+    )
+    model(torch.zeros(2, 8, dtype=torch.long))
+    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+
+def test_blocks_of_experts_share_their_graphs(pool):
+    few, many = (pool.run(_compilations, world_size=1, args=(count,)) for count in (2, 5))
+    assert few == many
+
+
 def test_compiled_block_saves_no_more_memory_than_eager(pool):
     (eager,), (compiled,) = (
         pool.run(_kept_by_a_block, world_size=1, args=(as_graph,)) for as_graph in (False, True)
