@@ -168,8 +168,10 @@ class SlicedAttention:
             return False
         if not torch.is_grad_enabled():
             return _is_in_autograd_function()
-        is_compiling = torch.compiler.is_compiling()
-        return not self.is_recomputable and not is_compiling and is_checkpointing()
+        if torch.compiler.is_compiling():
+            # A graph that read the attribute would be compiled again for the recomputation.
+            return False
+        return not self.is_recomputable and is_checkpointing()
 
     def _read(self, call: AttentionCall, samples: int, kv_heads: int) -> WholeMask:
         """Read the mask of a call; collective if the batch has a padding mask.

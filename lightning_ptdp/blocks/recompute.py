@@ -134,7 +134,7 @@ def apply_recomputation(
 
     Args:
         module: The module after ``parallelize``. Blocks of other stages are skipped.
-        policy: "full", "selective" or "offload".
+        policy: "none" (nothing changes), "full", "selective" or "offload".
         blocks: Dotted names of the repeated containers; found if None.
         ranges: Half-open layer ranges, one per stage; empty: one stage of all layers.
         layers: Number of layers of each stage, counted from its first, that are recomputed or
@@ -150,6 +150,8 @@ def apply_recomputation(
     Raises:
         ValueError: A stage has fewer layers than must be recomputed.
     """
+    if policy == "none":
+        return
     blocks = find_blocks(module) if blocks is None else blocks
     numbers = _chosen_numbers(module, blocks, ranges, layers)
     stage_blocks = list(local_blocks(module, blocks))
