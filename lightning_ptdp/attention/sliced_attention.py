@@ -11,14 +11,12 @@ Shapes: b samples, n heads, s tokens in the full sequence, s/c local tokens.
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import and_
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 from lightning_ptdp.attention.attention_protocol import (
     AttentionCall,
@@ -27,7 +25,7 @@ from lightning_ptdp.attention.attention_protocol import (
 )
 from lightning_ptdp.attention.sequence_chunks import unshard_sequence
 from lightning_ptdp.forward.matrix_product import autocast_dtype
-from lightning_ptdp.shims.torch import is_checkpointing
+from lightning_ptdp.shims.torch import is_recomputed_later
 from lightning_ptdp.shims.torch_distributed import all_gather_single
 
 _BIDIRECTIONAL = 1
@@ -156,22 +154,12 @@ class SlicedAttention:
                 "context_parallel_size=1 for a key/value cache, cross-attention, or tokens "
                 "that the model adds to the sequence"
             )
-        if self._is_recomputed_elsewhere():
+        if self.differentiates and is_recomputed_later(by_us=self.is_recomputable):
             raise ContextParallelError(
                 "attention runs inside torch.utils.checkpoint or the forward of another "
                 "torch.autograd.Function, whose recomputation cannot be intercepted. Turn the "
                 "model's own checkpointing off, and use PTDPStrategy(recompute='full')"
             )
-
-    def _is_recomputed_elsewhere(self) -> bool:
-        if not self.differentiates:
-            return False
-        if not torch.is_grad_enabled():
-            return _is_in_autograd_function()
-        if torch.compiler.is_compiling():
-            # A graph that read the attribute would be compiled again for the recomputation.
-            return False
-        return not self.is_recomputable and is_checkpointing()
 
     def _read(self, call: AttentionCall, samples: int, kv_heads: int) -> WholeMask:
         """Read the mask of a call; collective if the batch has a padding mask.
@@ -311,19 +299,6 @@ def known_mask(device: torch.device) -> Tensor:
     Models take a mask with four dimensions as it is. They neither read it nor make another one.
     """
     return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
-
-
-def _is_in_autograd_function() -> bool:
-    """Return True inside the forward of a ``torch.autograd.Function``."""
-    if torch.compiler.is_compiling():
-        return True
-    frame = inspect.currentframe()
-    while frame is not None:
-        first = frame.f_code.co_varnames[:1]
-        if first and isinstance(frame.f_locals.get(first[0]), FunctionCtx):
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _is_known(mask: Tensor | None) -> bool:

@@ -32,6 +32,7 @@ from lightning_ptdp.base.nested import batch_size, iterate_tensors
 from lightning_ptdp.base.random import derive_seed
 from lightning_ptdp.context_parallel import sequence_length
 from lightning_ptdp.forward.surroundings import Context, Contexts, Forward, Surrounding
+from lightning_ptdp.shims.torch import is_recomputed_later
 from lightning_ptdp.tensor_parallel import give_randomness
 from lightning_ptdp.world.mesh import Group
 
@@ -87,6 +88,7 @@ class KeyedDropout(Surrounding):
     sequence_dims: Mapping[str, int | None] = field(default_factory=dict)
     _inside: bool = field(default=False, init=False)
     _running: _Running | None = field(default=None, init=False)
+    _by_us: bool = field(default=False, init=False)
 
     def attach(self, module: nn.Module) -> Callable[[], None]:
         """Track the calls of all modules inside; returns a function that undoes it."""
@@ -147,7 +149,16 @@ class KeyedDropout(Surrounding):
         replay = _Running(
             running.seed, running.samples, running.length, [list(call) for call in running.calls]
         )
-        return contextlib.nullcontext(), self._dropping(replay, inside=self._inside)
+        return self._recomputed(), self._dropping(replay, inside=self._inside)
+
+    @contextlib.contextmanager
+    def _recomputed(self) -> Iterator[None]:
+        outer = self._by_us
+        self._by_us = True
+        try:
+            yield
+        finally:
+            self._by_us = outer
 
     @contextlib.contextmanager
     def _dropping(self, running: _Running, *, inside: bool) -> Iterator[None]:
@@ -208,6 +219,13 @@ class KeyedDropout(Surrounding):
         samples = running.samples.to(x.device)
         if p == 1.0:
             return torch.zeros_like(x)
+        if is_recomputed_later(by_us=self._by_us):
+            raise KeyedDropoutError(
+                f"keyed_dropout=True: dropout in '{caller[0]}' runs inside torch.utils.checkpoint or "
+                "the forward of another torch.autograd.Function, whose recomputation would drop "
+                "other elements. Turn the model's own checkpointing off and use "
+                "PTDPStrategy(recompute='full'), or use keyed_dropout=False"
+            )
         if x.dim() < 2 or x.size(0) != samples.numel():
             raise KeyedDropoutError(
                 f"keyed_dropout=True: dropout in '{caller[0]}' has an input of shape "

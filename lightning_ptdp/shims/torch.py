@@ -8,6 +8,7 @@ version. A test reports these places when the bound in ``pyproject.toml`` is rai
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -15,6 +16,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
+from torch.autograd.function import FunctionCtx
 
 from lightning_ptdp.shims.lightning import is_compiled as is_compiled_module
 
@@ -196,15 +198,34 @@ def saved_tensor_hooks() -> object:
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
-def is_checkpointing() -> bool:
-    """Return True if ``torch.utils.checkpoint`` will recompute the running operations.
+def is_recomputed_later(*, by_us: bool) -> bool:
+    """Return True if a checkpoint of other code will run this part of the forward again.
 
-    It is False under reentrant checkpoints, and in the recomputation itself.
+    A reentrant checkpoint is the forward of a ``torch.autograd.Function``, so that any such forward
+    counts, and in compiled code any part without gradients. The result is False in the
+    recomputation itself.
+
+    Args:
+        by_us: Whether this package recomputes the part too, with its own contexts.
     """
+    if torch.compiler.is_compiling():
+        # A graph that read ``by_us`` would be compiled again for the recomputation.
+        return not torch.is_grad_enabled()
+    if not torch.is_grad_enabled():
+        return _is_in_autograd_function()
     hooks: Any = saved_tensor_hooks()
-    return hooks is not None and getattr(hooks[0], "__qualname__", "").startswith(
-        "_checkpoint_hook."
-    )
+    name = "" if hooks is None else getattr(hooks[0], "__qualname__", "")
+    return not by_us and name.startswith("_checkpoint_hook.")
+
+
+def _is_in_autograd_function() -> bool:
+    frame = inspect.currentframe()
+    while frame is not None:
+        first = frame.f_code.co_varnames[:1]
+        if first and isinstance(frame.f_locals.get(first[0]), FunctionCtx):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def forward_hooks(module: nn.Module) -> tuple[dict[int, Callable[..., object]], dict[int, bool]]:

@@ -4,8 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from lightning_ptdp.forward.surroundings import Forward
+from lightning_ptdp.forward.surroundings import Forward, Surroundings
 from lightning_ptdp.keyed_dropout import KeyedDropout, KeyedDropoutError
 from lightning_ptdp.keyed_dropout.keyed import mix, sample_keys, uniform
 from lightning_ptdp.world.mesh import Group
@@ -84,6 +85,28 @@ def test_other_random_modules_are_refused_only_if_they_draw(module):
             module.train()(x)
         assert torch.equal(module.eval()(x), x)
         assert torch.equal(nn.Dropout2d(0.0)(x), x)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoint_of_model_is_refused_only_around_dropout(reentrant):
+    keyed = KeyedDropout(tensor=Group(), context=Group(), sequence_parallel=False, seed=0)
+    x = torch.rand(2, 4, requires_grad=True)
+    with keyed.around(Forward(hook="training_step", whole={"x": x})):
+        checkpoint(F.gelu, x, use_reentrant=reentrant).sum().backward()
+        with pytest.raises(KeyedDropoutError, match="recompute='full'"):
+            checkpoint(F.dropout, x, use_reentrant=reentrant)
+        with torch.no_grad():
+            F.dropout(x)
+
+
+def test_own_recomputation_drops_same_elements():
+    keyed = KeyedDropout(tensor=Group(), context=Group(), sequence_parallel=False, seed=0)
+    surroundings = Surroundings([keyed])
+    x = torch.ones(4, 100, requires_grad=True)
+    with surroundings.around(Forward(hook="training_step", whole={"x": x})):
+        y = checkpoint(F.dropout, x, use_reentrant=False, context_fn=surroundings.recomputation)
+    y.sum().backward()
+    assert torch.equal(x.grad, y)
 
 
 def test_sequence_is_found_by_sequence_dims():
