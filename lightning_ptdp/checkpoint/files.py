@@ -347,6 +347,7 @@ def has_other_content(path: Place, *, marker: str) -> bool:
 
     Interrupted saves in object storage do not count.
     """
-    if (path / marker).is_file() or not path.is_dir():
+    if isinstance(path, Path) and not path.is_dir():
         return False
-    return any(not SAVE_NAME.fullmatch(entry.name) for entry in path.iterdir())
+    names = {entry.name for entry in path.iterdir()}  # of an address: one request
+    return marker not in names and any(not SAVE_NAME.fullmatch(name) for name in names)

@@ -39,7 +39,7 @@ from lightning_ptdp.checkpoint.metadata import (
     CheckpointMetadata,
     write_metadata,
 )
-from lightning_ptdp.checkpoint.remote_path import Place, RemotePath
+from lightning_ptdp.checkpoint.remote_path import Place, RemotePath, each
 from lightning_ptdp.checkpoint.save_agreement import CheckpointError, StorageError
 from lightning_ptdp.checkpoint.write_locks import Abandoned, WriteLock, writer_of
 
@@ -252,11 +252,11 @@ class _ObjectSave:
         self._is_sent = True
         write_metadata(self._target, replace(metadata, folder=self.part.name))
         try:
-            for entry in self._target.iterdir():
-                if entry.name == self._earlier or _is_old_save(entry.name):
-                    entry.remove()
-            if self._target.is_file():  # Lightning's single file of the same name
-                self._target.unlink()
+            each(
+                self._target,
+                lambda remove: remove(),
+                [self._remove_earlier_saves, self._remove_single_file],
+            )
         except StorageError as error:
             warnings.warn(f"the earlier checkpoint was not removed: {error}", stacklevel=2)
 
@@ -272,6 +272,16 @@ class _ObjectSave:
 
     def release(self) -> None:
         """Do nothing: there is no lock."""
+
+    def _remove_earlier_saves(self) -> None:
+        for entry in self._target.iterdir():
+            if entry.name == self._earlier or _is_old_save(entry.name):
+                entry.remove()
+
+    def _remove_single_file(self) -> None:
+        """Remove Lightning's single file of the same name."""
+        if self._target.is_file():
+            self._target.unlink()
 
     def _committed(self) -> str:
         """Return the folder of the checkpoint at the address; "" without a readable one."""
