@@ -24,6 +24,7 @@ from lightning_ptdp.pipeline.crossing import (
 )
 from lightning_ptdp.pipeline.first_stage_values import FirstStageValue, Origin, plain, replacement
 from lightning_ptdp.pipeline.stage_run import StageRun, computed_between
+from lightning_ptdp.shims.torch import is_transformed
 from lightning_ptdp.shims.transformers import captured_outputs
 
 Arguments = tuple[tuple[object, ...], dict[str, object]]
@@ -197,6 +198,12 @@ class Boundary:
                 if run.received is None
                 else f"block '{name}' was called before the preceding blocks, which are on "
                 f"pipeline stage {run.stage}"
+            )
+        if any(is_transformed(tensor) for _, tensor in tensors_in(run.output)):
+            raise StageError(
+                "the model is called inside a transform (torch.func.grad, jvp or vmap, or "
+                f"forward-mode differentiation), which cannot continue at block '{name}' on the "
+                "next pipeline stage. Use pipeline_parallel_size=1"
             )
         collected = run.collected
         extras = dict(run.known_extras())

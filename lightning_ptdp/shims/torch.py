@@ -151,6 +151,14 @@ def adds_to_gradient(parameter: torch.Tensor) -> bool:
         return False
 
 
+def is_transformed(tensor: torch.Tensor) -> bool:
+    """Return True if a transform of ``torch.func`` or forward-mode differentiation uses it."""
+    return (
+        torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        or torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None
+    )
+
+
 @contextlib.contextmanager
 def keeping_casts() -> Iterator[None]:
     """Keep the copies of trainable weights in lower precision that ``sharing_casts`` makes.

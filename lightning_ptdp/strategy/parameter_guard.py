@@ -146,6 +146,14 @@ class ParameterGuard:
                         watching.enter_context(refusing_world_collectives(self._refuse))
                     watching.enter_context(_StepValues(self, self._faults))
                 yield
+        except RuntimeError as error:
+            if "to not have been used in the graph" not in str(error):
+                raise
+            raise PartialModelError(
+                f"{hook} differentiates with respect to a tensor that another rank has used "
+                f"({self.options}): {error} A gradient penalty, for example, needs "
+                "pipeline_parallel_size=1"
+            ) from error
         finally:
             self.hook = None
 

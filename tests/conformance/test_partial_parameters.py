@@ -97,6 +97,23 @@ def test_number_from_part_of_model_in_step_is_refused(kind, layout, call, confor
     assert f"PartialModelError: {call}, but this rank has only a part of" in str(error.value)
 
 
+class LitGradientPenalty(LitBlocks):
+    def training_step(self, batch, batch_idx):
+        scale = torch.ones((*batch.shape, 1), requires_grad=True)
+        hidden = self.wte(batch) * scale
+        for block in self.h:
+            hidden = block(hidden)
+        scores = self.head(self.norm(hidden)).logsumexp(-1)
+        gradient = torch.autograd.grad(scores.sum(), scale, create_graph=True)
+        return scores.mean() + gradient[0].square().mean()
+
+
+def test_gradient_penalty_under_a_pipeline_is_refused(conformance):
+    message = "PartialModelError: training_step differentiates with respect to a tensor that"
+    with pytest.raises(WorkerFailure, match=message):
+        conformance.ranks(run, LAYOUTS["p2"], LitGradientPenalty)
+
+
 class LitNormPenalty(LitTiny):
     def training_step(self, batch, batch_idx):
         output = super().training_step(batch, batch_idx)

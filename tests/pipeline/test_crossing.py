@@ -302,6 +302,22 @@ class Sealed(Base):
         return x
 
 
+class Transformed(Base):
+    def run_blocks(self, x, ids):
+        return torch.func.vmap(lambda row: self.run_layers(row[None])[0])(x)
+
+    def run_layers(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class ForwardMode(Transformed):
+    def run_blocks(self, x, ids):
+        with torch.autograd.forward_ad.dual_level():
+            return self.run_layers(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
+
+
 class SealedBlock(Block):
     def forward(self, x, other=None):
         return self.mix(x, other.value)
@@ -320,6 +336,8 @@ class SealedBlock(Block):
         (Opaque, "returned a object, which cannot be rebuilt"),
         (Returned, "between or after the repeated blocks"),
         (Sealed, "between or after the repeated blocks"),
+        (Transformed, "is called inside a transform"),
+        (ForwardMode, "is called inside a transform"),
     ],
 )
 def test_unsupported_model_is_refused(model, words, training):
