@@ -37,6 +37,7 @@ from lightning_ptdp.engine.step_report import (
     LogRecorder,
     ReportStream,
     StepReport,
+    count_of,
     replay,
     weigh_over_replicas,
 )
@@ -268,9 +269,7 @@ class Engine:
         loss = torch.tensor(mean, dtype=torch.float32).to(self._device, non_blocking=True)
         if not report.counted and report.extras is None:
             return loss
-        counts = (
-            {"num_tokens": torch.tensor(report.weight).to(torch.int64)} if report.counted else {}
-        )
+        counts = {"num_tokens": count_of(float(report.weight))} if report.counted else {}
         return {**(report.extras or {}), **counts, "loss": loss}
 
     # ---- evaluation ------------------------------------------------------------------------------
@@ -388,7 +387,8 @@ class Engine:
             self.gradients.parameters_needed()
             with self._watchdog.counting(OTHER_REPLICAS):
                 total, _ = weigh_over_replicas(recorder.calls, tokens, group=group)
-            factor = tokens / total.clamp(min=1).to(tokens.dtype)
+            # Tokens may be counted by weights, whose sum may be less than 1.
+            factor = torch.where(total > 0, tokens / total, 0.0).to(tokens.dtype)
         if training:
             self.optimization.factor = factor
         replay(recorder.calls, self._module)

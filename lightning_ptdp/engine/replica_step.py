@@ -36,6 +36,7 @@ from lightning_ptdp.engine.step_report import (
     ReportStream,
     StepReport,
     average_calls,
+    count_of,
     numbers_on,
     read_numbers,
 )
@@ -179,6 +180,7 @@ class LightningJob(StepJob):
         self._divisors: list[Tensor | None] = []
         self._sums: list[list[tuple[int, float]]] = []
         self._part: BatchPart | None = None
+        self._counts: bool | None = None
         self._awaited = self.count
         self._begun: BegunReport | None = None
         self._before: StepState | None = None
@@ -280,6 +282,13 @@ class LightningJob(StepJob):
         self._outputs[microbatch] = _detached(output)
         if not self.training:
             return None
+        counts = tokens is not None
+        if self._counts not in (None, counts):
+            raise ValueError(
+                "training_step returned 'num_tokens' for some microbatches of a batch, but not for "
+                "others. Return it always, also as 0"
+            )
+        self._counts = counts
         loss = loss if tokens is None else counted_loss(loss, tokens)
         self.losses.append(loss.detach())
         if tokens is None:
@@ -454,8 +463,8 @@ class LightningJob(StepJob):
                 device=self.device,
             )
         if counts:
-            total = torch.tensor(sum(part_weights or weights))
-            merged["num_tokens"] = total.to(self.device, torch.int64, non_blocking=True)
+            total = count_of(float(sum(part_weights or weights)))
+            merged["num_tokens"] = total.to(self.device, non_blocking=True)
         return merged
 
     def _metric_path(self, metric: object) -> str:

@@ -282,6 +282,11 @@ def read_numbers(*rows: Tensor) -> list[list[float]]:
     return [list(islice(numbers, row.numel())) for row in rows]
 
 
+def count_of(weight: float) -> Tensor:
+    """Return a number of tokens, () int64, or the sum of their weights, () floating-point."""
+    return torch.tensor(int(weight) if weight.is_integer() else weight)
+
+
 def is_metric(value: object) -> bool:
     """Return True if a logged value is a torchmetrics object."""
     return hasattr(value, "compute") and hasattr(value, "update")

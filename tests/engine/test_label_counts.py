@@ -9,10 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader
 
 from lightning_ptdp.engine.rank_agreement import is_uneven, label_spread
+from lightning_ptdp.strategy import PTDPStrategy
 from tests.letters import M, P
-from tests.parity import Training, fit
+from tests.parity import Training, fit, make_trainer
 
 pytestmark = pytest.mark.thorough
 
@@ -20,9 +22,10 @@ VOCABULARY = 8
 
 
 class LitLabels(L.LightningModule):
-    def __init__(self, counts: bool) -> None:
+    def __init__(self, counts: bool, weight: float) -> None:
         super().__init__()
         self.embedding, self.counts = nn.Embedding(VOCABULARY, 8), counts
+        self.weight = weight
         self.layers = nn.Sequential(
             nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, VOCABULARY)
         )
@@ -30,9 +33,8 @@ class LitLabels(L.LightningModule):
     def training_step(self, batch, batch_idx):
         logits = self.layers(self.embedding(batch["tokens"]))
         loss = F.cross_entropy(logits.flatten(0, 1), batch["answers"].flatten(), ignore_index=-100)
-        return (
-            {"loss": loss, "num_tokens": (batch["answers"] != -100).sum()} if self.counts else loss
-        )
+        count = (batch["answers"] != -100).sum() * self.weight
+        return {"loss": loss, "num_tokens": count} if self.counts else loss
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -40,14 +42,18 @@ class LitLabels(L.LightningModule):
 
 @dataclass(frozen=True, kw_only=True)
 class Labels(Training):
-    """Two epochs of sequences with labels. ``uneven`` ignores some of them."""
+    """Two epochs of sequences with labels. ``uneven`` ignores some of them.
+
+    ``weight`` is that of a label.
+    """
 
     counts: bool = False
+    weight: float = 1.0
     uneven: bool = True
     length: int = 8
 
     def make_module(self):
-        return LitLabels(self.counts)
+        return LitLabels(self.counts, self.weight)
 
     def make_data(self):
         generator = torch.Generator().manual_seed(2)
@@ -93,11 +99,34 @@ def test_unequal_label_counts_warn_once(name, parity):
     )
 
 
-@pytest.mark.parametrize("settings", [{"counts": True}, {"uneven": False}], ids=["counted", "even"])
+@pytest.mark.parametrize(
+    "settings",
+    [{"counts": True}, {"counts": True, "weight": 0.001}, {"uneven": False}],
+    ids=["counted", "weighted", "even"],
+)
 @pytest.mark.parametrize("name", ["one m2", "p2", "d2"])
 def test_counted_or_even_labels_match_single_process(name, settings, parity):
     ranks = parity.check(Labels(**settings), LAYOUTS[name], fit=fit_and_listen)
     assert not any(rank["told"] for rank in ranks)
+
+
+class LitSometimes(LitLabels):
+    """Counts the labels of some microbatches only."""
+
+    def training_step(self, batch, batch_idx):
+        output = super().training_step(batch, batch_idx)
+        return output if (batch["answers"] == -100).any() else output["loss"]
+
+
+def fit_sometimes(rank):
+    data = Labels().make_data()
+    trainer = make_trainer(PTDPStrategy(num_microbatches=4), max_steps=2)
+    with pytest.raises(ValueError, match="'num_tokens' for some microbatches of a batch, but not"):
+        trainer.fit(LitSometimes(True, 1.0), DataLoader(data, batch_size=4))
+
+
+def test_labels_counted_in_some_microbatches_are_refused(pool):
+    pool.run(fit_sometimes, world_size=1)
 
 
 def test_label_counts_are_compared_per_sample():
