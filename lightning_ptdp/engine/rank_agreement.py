@@ -222,7 +222,7 @@ class RankAgreement:
         if training and numbers:
             *numbers, self.expected_tokens, many, few, most, least = numbers
             self.note_spread((most, least))
-            if self._joined_by and many != -few:
+            if self._joined_by and many and many != -few:
                 raise BatchMismatchError(
                     f"the replicas' batches have between {-few} and {many} microbatches, but with "
                     f"{self._joined_by} the replicas communicate in every microbatch. Give every "

@@ -59,6 +59,28 @@ def test_replicas_with_unequal_microbatches_train_or_are_refused(shard, pool):
         assert f"shard='{shard}'" in message
 
 
+class LitGraphs(LitBlocks):
+    """Its batches have no dimension of samples."""
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch["nodes"]) + 0 * batch["edges"].sum()
+
+
+def fit_graphs(rank, place):
+    graphs = [
+        {"nodes": torch.randint(0, VOCABULARY, (4, LENGTH + 1)), "edges": torch.ones(6 + index)}
+        for index in range(4)
+    ]
+    trainer = make_trainer(place, max_epochs=1)
+    return error_of(lambda: trainer.fit(LitGraphs(), DataLoader(graphs, batch_size=None)))
+
+
+@pytest.mark.parametrize("shard", SHARDED)
+def test_batches_without_samples_train_without_microbatches(shard, pool):
+    place = Place(world_size=2, layout={"shard": shard})
+    assert pool.run(fit_graphs, world_size=2, args=(place,)) == ["", ""]
+
+
 @pytest.mark.parametrize(
     ("place", "samples", "batch_size"),
     [
