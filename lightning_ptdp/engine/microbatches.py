@@ -24,7 +24,15 @@ def microbatch_sizes(samples: int, count: int) -> tuple[int, ...]:
     """Split ``samples`` as evenly as possible into at most ``count`` microbatches.
 
     The larger microbatches come first.
+
+    Raises:
+        ValueError: There are no samples.
     """
+    if not samples:
+        raise ValueError(
+            "the batch has 0 samples, which cannot be split into microbatches. Leave empty batches "
+            "out in the sampler or the collate function"
+        )
     count = min(samples, count)
     share, remainder = divmod(samples, count)
     return tuple(share + (i < remainder) for i in range(count))

@@ -46,6 +46,11 @@ def test_microbatch_sizes_are_even_and_complete(samples, count):
     assert max(sizes) - min(sizes) <= 1
 
 
+def test_batch_without_samples_is_refused():
+    with pytest.raises(ValueError, match="the batch has 0 samples"):
+        microbatch_sizes(0, 2)
+
+
 @pytest.mark.parametrize(
     "batch",
     [
