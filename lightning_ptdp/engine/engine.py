@@ -373,9 +373,11 @@ class Engine:
         elif weighs or self._config.check_finite is not None:
             loss, tokens = loss_and_weight(output)
             if tokens is None and inspects:
-                warn_of_loss(loss, replicas=True)
+                samples = 0
                 with contextlib.suppress(ValueError):  # batch without a number of samples
-                    warn_of_counted(loss, samples=batch_size(args[0]))
+                    samples = batch_size(args[0])
+                warn_of_loss(loss, samples=samples, replicas=True)
+                warn_of_counted(loss, samples=samples)
             self.agreement.warn_of_uneven(args[0], counted=tokens is not None)
             self.optimization.losses = [
                 (loss if tokens is None else counted_loss(loss, tokens)).detach()

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_ptdp.base.nested import Nested, iterate_tensors
 
@@ -25,6 +25,17 @@ _THROUGH = frozenset(
     ("AddBackward0", "ToCopyBackward0", "AliasBackward0", "ViewBackward0", "SqueezeBackward0")
 )
 _SCALED = _THROUGH | {"DivBackward0", "MulBackward0", "MeanBackward0", "StackBackward0"}
+_BETWEEN_NUMBERS = _THROUGH | {"DivBackward0", "MulBackward0", "NegBackward0", "SubBackward0"}
+_ELEMENTWISE = _BETWEEN_NUMBERS | {
+    *("AbsBackward0", "ExpBackward0", "LogBackward0", "PowBackward0", "SoftplusBackward0")
+}
+_EXTREMES = MappingProxyType(
+    {
+        **dict.fromkeys(("Max", "Amax"), "maximum"),
+        **dict.fromkeys(("Min", "Amin"), "minimum"),
+        "Median": "median",
+    }
+)
 _DIVISORS = MappingProxyType(
     {
         "DivBackward0": "_saved_other",
@@ -37,16 +48,26 @@ IGNORED = -100
 """Label that the losses of torch and transformers ignore."""
 
 
-def warn_of_loss(loss: Tensor, *, replicas: bool) -> None:
-    """Warn of a loss that is a sum, or that compares samples with each other.
+def warn_of_loss(loss: Tensor, *, samples: int, replicas: bool) -> None:
+    """Warn of a loss that is a sum or an extreme, or that compares samples with each other.
 
     Args:
         loss: Loss of one microbatch, or of one replica's batch.
+        samples: Number of its samples; 0: unknown.
         replicas: Whether only replicas divide the batch.
     """
     part, parts = ("replica", "replicas") if replicas else ("microbatch", "microbatches")
-    if any(_is_sum(node) for node in _ends(loss.grad_fn, _THROUGH)):
+    if any(_is_sum(node, samples) for node in _ends(loss.grad_fn, _THROUGH)):
         _warn_of_sum(part, parts)
+    for node in _ends(loss.grad_fn, _BETWEEN_NUMBERS):
+        if _is_extreme(node, samples):
+            warnings.warn(
+                f"the loss is the {_EXTREMES[_function(node)]} over one {part}, but {parts} are "
+                "averaged, and one process computes it over the whole batch. Use "
+                f"{'one replica' if replicas else 'num_microbatches=1'} ({PAGE})",
+                stacklevel=2,
+            )
+            break
     if any(_compares_samples(node) for node in _ends(loss.grad_fn, _SCALED)):
         remedy = "Use num_microbatches=1 or a larger micro_batch_size"
         if replicas:
@@ -68,11 +89,11 @@ def _warn_of_sum(part: str, parts: str) -> None:
     )
 
 
-def divided_sums(loss: Tensor) -> list[tuple[int, float]]:
+def divided_sums(loss: Tensor, samples: int) -> list[tuple[int, float]]:
     """Return the number of elements of each sum in a loss, and the number that divides it."""
     return [
         (_summed(node).numel(), 1 / abs(factor))
-        for node, factors in _scaled_sums(loss.grad_fn, ())
+        for node, factors in _scaled_sums(loss.grad_fn, (), samples)
         if factors and (factor := float(math.prod(factors, start=1.0)))
     ]
 
@@ -99,21 +120,24 @@ def _is_near(number: float, candidates: Iterable[int]) -> bool:
     return any(math.isclose(number, one, rel_tol=_ROUNDING) for one in candidates)
 
 
-def warn_of_slices(loss: Tensor, *, samples: int, tokens: int) -> None:
+def warn_of_slices(loss: Tensor, *, samples: int, tokens: int, alone: bool) -> None:
     """Warn of a sum over the tokens of a slice that is not divided by a number of tokens.
 
     Args:
         loss: Mean loss of a slice of the sequence.
         samples: Number of samples of the microbatch.
         tokens: Number of tokens of the slice.
+        alone: Whether only context ranks divide the batch; otherwise ``warn_of_loss`` names sums
+            without factors.
     """
-    for node, factors in _scaled_sums(loss.grad_fn, ()):
+    for node, factors in _scaled_sums(loss.grad_fn, (), samples):
         shape = _summed(node)
         is_slice = shape[:2] == (samples, tokens) or shape[:1] == (samples * tokens,)
+        if not factors:
+            is_slice = alone and (is_slice or shape[:1] != (samples,))
         most = shape[0] if "NllLoss" in node.name() else math.prod(shape)
         is_mean = any(factor and samples < 1 / abs(factor) <= most for factor in factors)
-        # warn_of_loss has named a sum without factors.
-        if is_slice and factors and not is_mean:
+        if is_slice and not is_mean:
             warnings.warn(
                 "the loss contains a sum over the tokens of a slice of the sequence, but slices "
                 "are averaged, so the sum is smaller than in one process by the number of slices. "
@@ -129,11 +153,13 @@ def _summed(node: Any) -> torch.Size:
     return torch.Size(node._saved_self.shape if size is None else size)
 
 
-def _scaled_sums(node: Any, factors: tuple[float, ...]) -> Iterator[tuple[Any, tuple[float, ...]]]:
+def _scaled_sums(
+    node: Any, factors: tuple[float, ...], samples: int
+) -> Iterator[tuple[Any, tuple[float, ...]]]:
     """Yield the sums in a loss, each with the numbers by which it is multiplied."""
     if node is None:
         return
-    if _is_sum(node):
+    if _is_sum(node, samples):
         yield node, factors
     name = node.name()
     before = [one for one, _ in node.next_functions]
@@ -149,7 +175,7 @@ def _scaled_sums(node: Any, factors: tuple[float, ...]) -> Iterator[tuple[Any, t
     elif name not in _THROUGH | {"NegBackward0", "SubBackward0"}:
         return
     for one in before:
-        yield from _scaled_sums(one, factors)
+        yield from _scaled_sums(one, factors, samples)
 
 
 def divisor_of(loss: Tensor, batch: Nested) -> Tensor | None:
@@ -263,8 +289,45 @@ def _ends(node: Any, through: frozenset[str]) -> Iterator[Any]:
         yield from _ends(before, through)
 
 
-def _is_sum(node: Any) -> bool:
-    return bool(node.name() == "SumBackward0" or getattr(node, "_saved_reduction", None) == _SUM)
+def _is_sum(node: Any, samples: int) -> bool:
+    adds = node.name() == "SumBackward0" or getattr(node, "_saved_reduction", None) == _SUM
+    return bool(adds) and not _has_no_samples(node, _summed(node), samples)
+
+
+def _is_extreme(node: Any, samples: int) -> bool:
+    """Return True for one maximum, minimum or median of all elements."""
+    if _function(node) not in _EXTREMES:
+        return False
+    shape = _summed(node)
+    dims = getattr(node, "_saved_dim", None)
+    of_all = dims is None or len(shape) == 1 or (not isinstance(dims, int) and not dims)
+    return of_all and shape.numel() > 1 and not _has_no_samples(node, shape, samples)
+
+
+def _function(node: Any) -> str:
+    name: str = node.name()
+    return name.partition("Backward")[0]
+
+
+def _has_no_samples(node: Any, shape: torch.Size, samples: int) -> bool:
+    """Return True if a reduction of ``shape`` is of parameters, or of stacked numbers.
+
+    Numbers are those of terms of the loss, unless there are as many as samples.
+    """
+
+    def is_apart(node: Any) -> bool:
+        name = node.name()
+        if name == "StackBackward0":
+            return len(shape) == 1 and shape[0] != samples
+        if hasattr(node, "variable"):
+            return isinstance(node.variable, nn.Parameter) and node.variable.shape == shape
+        return name in _ELEMENTWISE and all(map(is_apart, _before(node)))
+
+    return all(map(is_apart, _before(node)))
+
+
+def _before(node: Any) -> list[Any]:
+    return [one for one, _ in node.next_functions if one is not None]
 
 
 def _compares_samples(node: Any) -> bool:

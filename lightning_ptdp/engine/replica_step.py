@@ -129,6 +129,8 @@ class LightningJob(StepJob):
         spread: Numbers of labels to read with the report (``label_spread``); None if they are not
             needed.
         inspects: Inspect the losses and warn of effects of microbatches on them.
+        divides_samples: Microbatches or replicas divide the samples, not only context ranks the
+            sequences.
         watches: Also inspect the functions called in the first microbatch.
         scale: Factor on every loss that does not count its tokens, in addition to the microbatch's
             share of the samples.
@@ -164,6 +166,7 @@ class LightningJob(StepJob):
     expected_tokens: float = 1.0
     spread: Tensor | None = None
     inspects: bool = False
+    divides_samples: bool = False
     watches: bool = False
     scale: float = 1.0
     loss_scale: Tensor | float = 1.0
@@ -300,25 +303,28 @@ class LightningJob(StepJob):
 
     def _inspect(self, loss: Tensor, batch: Nested) -> None:
         """Warn of a loss that depends on the microbatches, or on the replicas."""
+        samples = self.sizes[0]
         if not self._divisors:
-            warn_of_loss(loss, replicas=self.count == 1)
+            if self.divides_samples:
+                warn_of_loss(loss, samples=samples, replicas=self.count == 1)
             part = self._part
             warn_of_counted(
                 loss,
                 None if part is None else part.num_targets,
-                samples=self.sizes[0] if self.count == 1 and part is None else None,
+                samples=samples if self.count == 1 and part is None else None,
             )
             if part is not None:
                 tokens = part.length // part.group.size
-                warn_of_slices(loss, samples=self.sizes[0], tokens=tokens)
+                alone = not self.divides_samples
+                warn_of_slices(loss, samples=samples, tokens=tokens, alone=alone)
         self._divisors.append(divisor_of(loss, batch))
         if self.count == 1:
             return
-        self._sums.append(divided_sums(loss))
+        self._sums.append(divided_sums(loss, samples))
         if len(self._divisors) == self.count and len(set(self.sizes)) == 1:
             warn_of_divisors(self._divisors)
             total = sum(self.sizes)
-            warn_of_constants(self._sums, samples=self.sizes[0], total=total)
+            warn_of_constants(self._sums, samples=samples, total=total)
 
     def _is_skipped(self, output: Nested) -> bool:
         if output is None and self.may_skip and not self.losses:

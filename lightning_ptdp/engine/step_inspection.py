@@ -84,7 +84,8 @@ class FirstBatchInspection:
                 batch, getattr(self._module.trainer.train_dataloader, "batch_size", None)
             )
         job.inspects = job.count > 1 or replicas > 1
-        job.watches = job.inspects and self._config.compile == "none"
+        job.divides_samples = job.count > 1 or self._mesh.group("replicas").size > 1
+        job.watches = job.divides_samples and self._config.compile == "none"
         if not changes:
             return lambda: None
         # All stages hold the LightningModule's own attributes. The last one warns of them.
@@ -221,6 +222,8 @@ def watch_samples(module: nn.Module, samples: int, *, replicas: bool) -> Iterato
 class _Reductions(TorchFunctionMode):
     """Notes the first function that reduces dimension 0 of several, that of the samples.
 
+    Dimension 0 of stacked tensors, such as the layers' outputs, is another one.
+
     Attributes:
         place: File, line and function.
     """
@@ -229,26 +232,52 @@ class _Reductions(TorchFunctionMode):
         super().__init__()
         self.place: str | None = None
         self._samples = samples
+        self._stacks = set[Tensor]()
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(function, "__name__", "")
-        if (
-            self.place is None
-            and (name in _REDUCING or name in ORDERING)
-            and 0 in (dims := named_dims(name, args, kwargs))
-            and self._has_samples(args[0], len(dims) < args[0].dim(), name)
-        ):
+        if self.place is not None:
+            return function(*args, **kwargs)
+        if self._reduces(name, args, kwargs) or self._compares(name, args, kwargs):
             self.place = f"{calling_line()} computes the {name}"
-        return function(*args, **kwargs)
+        result = function(*args, **kwargs)
+        if isinstance(result, Tensor) and self._is_stack(name, args, kwargs, result):
+            self._stacks.add(result)
+        return result
 
-    def _has_samples(self, x: Tensor, keeps_features: bool, name: str) -> bool:
-        """Return True for a row of each sample, or for losses that ``name`` orders."""
-        if keeps_features:
+    def _reduces(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Return True for a reduction of a row of each sample, or for losses that are ordered."""
+        if name not in _REDUCING and name not in ORDERING:
+            return False
+        dims = named_dims(name, args, kwargs)
+        if 0 not in dims or isinstance(args[0], nn.Parameter) or args[0] in self._stacks:
+            return False
+        x: Tensor = args[0]
+        if len(dims) < x.dim():
             return len(x) == self._samples > 1
         return name in ORDERING and x.requires_grad and len(x) % self._samples == 0
+
+    def _compares(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Return True for distances between a row of each sample and other rows like these."""
+        if name not in ("cdist", "pdist"):
+            return False
+        return all(
+            x.dim() == 2 and len(x) == self._samples > 1 and not isinstance(x, nn.Parameter)
+            for x in iterate_tensors((args, kwargs))
+        )
+
+    def _is_stack(
+        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Tensor
+    ) -> bool:
+        """Return True for rows of samples stacked along dimension 0, and for functions of these."""
+        if name == "stack":
+            dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+            return dim == 0 and result.dim() > 1 and result.size(1) == self._samples
+        stacks = [x for x in args if isinstance(x, Tensor) and x in self._stacks]
+        return any(x.shape == result.shape for x in stacks)
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -116,6 +116,83 @@ class LitHardest(LitPlain):
         return (prediction - y).square().mean(1).topk(2).values.mean()
 
 
+class LitWorst(LitPlain):
+    """Learns from the sample with the largest loss."""
+
+    def loss(self, prediction, y):
+        losses = (prediction - y).square().mean(1)
+        return losses.mean() + 0.1 * losses.max()
+
+
+class LitMedian(LitPlain):
+    def loss(self, prediction, y):
+        return (prediction - y).square().mean(1).median()
+
+
+class LitDistances(LitPlain):
+    """Compares all pairs of samples."""
+
+    def loss(self, prediction, y):
+        return super().loss(prediction, y) - 0.1 * torch.cdist(prediction, y).mean()
+
+
+class LitPrototypes(LitPlain):
+    """Distances from as many prototypes as a microbatch has samples, and a largest weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.prototypes = nn.Parameter(torch.zeros(4, 4))
+
+    def loss(self, prediction, y):
+        distances = torch.cdist(prediction, self.prototypes)
+        return distances.mean() + self.prototypes.abs().max() + distances.max(1).values.mean()
+
+
+class LitTasks(LitPlain):
+    """Losses of several tasks, whose weights are learned."""
+
+    def __init__(self):
+        super().__init__()
+        self.uncertainty = nn.Parameter(torch.zeros(2))
+
+    def loss(self, prediction, y):
+        losses = torch.stack([F.mse_loss(prediction, y), F.l1_loss(prediction, y)])
+        return (0.5 * torch.exp(-self.uncertainty) * losses + self.uncertainty).sum()
+
+
+class LitSumOfTasks(LitPlain):
+    """A sum of losses with a constant weight, as many as microbatches."""
+
+    def loss(self, prediction, y):
+        losses = torch.stack([F.mse_loss(prediction, y), F.l1_loss(prediction, y)])
+        return losses.sum() * 0.25 + losses.sum()
+
+
+class LitStack(LitPlain):
+    """A mean over four layers, as many as a microbatch has samples."""
+
+    def loss(self, prediction, y):
+        layers = torch.stack([prediction, prediction.square(), y, prediction * y])
+        weights = self.net[0].bias.softmax(0).view(4, 1, 1)
+        mixed = (weights * layers).sum(0) + layers.mean(0)
+        return super().loss(mixed, y)
+
+
+class LitPerSample(LitPlain):
+    """A sum over stacked losses of samples."""
+
+    def loss(self, prediction, y):
+        return torch.stack([F.mse_loss(*pair) for pair in zip(prediction, y, strict=True)]).sum()
+
+
+class LitBarePenalty(LitPlain):
+    """Sums of parameters without a factor."""
+
+    def loss(self, prediction, y):
+        weight = self.net[0].weight
+        return super().loss(prediction, y) + weight.square().sum() + (weight * weight).abs().sum()
+
+
 class LitOneLabel(LitPlain):
     def loss(self, prediction, y):
         return F.cross_entropy(prediction[0], torch.tensor(1)) + super().loss(prediction, y)
@@ -239,6 +316,15 @@ CASES = {
     LitMeans: None,
     LitNormalized: "test_step_inspection.py, line",
     LitHardest: "test_step_inspection.py, line",
+    LitWorst: "the loss is the maximum over one microbatch",
+    LitMedian: "the loss is the median over one microbatch",
+    LitDistances: "test_step_inspection.py, line",
+    LitPrototypes: None,
+    LitTasks: None,
+    LitSumOfTasks: None,
+    LitStack: None,
+    LitPerSample: "the loss is a sum",
+    LitBarePenalty: None,
     LitOneLabel: None,
     LitCarried: "training_step writes self.hidden, but",
     LitCarriedPair: "training_step writes self.hidden, but",
@@ -334,7 +420,14 @@ SLICE_SUMS = {
     ),
     "labels": (lambda x: cross_entropy_sum(x) / 12, False),
     "weights": (lambda x: x.mean() + 0.01 * nn.Parameter(torch.ones(5, 7)).square().sum(), False),
+    "bare": (lambda x: x.square().sum() + x.mean(), True),
     "pooled": (lambda x: x.mean(1).square().sum() / 3, False),
+    "bare pooled": (lambda x: x.mean(1).square().sum(), False),
+    "tasks": (lambda x: torch.stack([x.mean(), x.square().mean()]).sum(), False),
+    "as many weights": (
+        lambda x: x.mean() + 2 * nn.Parameter(torch.ones(12, 7)).square().sum(),
+        False,
+    ),
 }
 
 
@@ -348,8 +441,46 @@ def test_sum_over_slice_warns_unless_divided_by_tokens(name):
     x = torch.rand(3, 4, 6, generator=torch.Generator().manual_seed(0), requires_grad=True)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        warn_of_slices(loss(x), samples=3, tokens=4)
+        warn_of_slices(loss(x), samples=3, tokens=4, alone=True)
     assert [str(one.message)[:26] for one in told] == ["the loss contains a sum ov"] * warns
+
+
+class LitPooled(L.LightningModule):
+    """Attention, and a loss of whole samples that compares them with each other."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.embedding, self.kind = nn.Embedding(8, 4), kind
+
+    def training_step(self, batch, batch_idx):
+        (ids,) = batch
+        x = self.embedding(ids)
+        pooled = (x + F.scaled_dot_product_attention(x, x, x)).mean(1)
+        if self.kind == "contrastive":
+            return F.cross_entropy(pooled @ pooled.T, torch.arange(len(ids)))
+        if self.kind == "sum":
+            return pooled.square().sum()
+        if self.kind == "normalized":
+            return (pooled - pooled.mean(0)).square().mean()
+        return pooled.mean() + self.embedding.weight.square().sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def fit_pooled(rank, kind):
+    layout = {"context_parallel_size": 2, "context_parallel_positions": False}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer = make_trainer(PTDPStrategy(**layout), 2, max_steps=1)
+        trainer.fit(LitPooled(kind), DataLoader(TensorDataset(torch.ones(4, 12).long()), 4))
+    return [text for one in told if "the loss" in (text := str(one.message))]
+
+
+@pytest.mark.parametrize("kind", ["contrastive", "sum", "normalized", "penalty"])
+def test_loss_of_whole_samples_does_not_warn_on_context_ranks(kind, pool):
+    """Context ranks have all samples."""
+    assert pool.run(fit_pooled, world_size=2, args=(kind,)) == [[], []]
 
 
 class LitLists(LitPlain):
