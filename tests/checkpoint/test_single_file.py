@@ -198,6 +198,26 @@ def test_user_plugin_writes_files(tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    ("layout", "options", "words"),
+    [
+        ({}, {"precision": "bf16-true"}, "master_weights=True"),
+        ({"offload_optimizer": True}, {}, "offload_optimizer=True"),
+    ],
+)
+def test_plugin_is_refused_with_copies_of_parameters(layout, options, words, tmp_path):
+    """The folder would be written without the plugin."""
+    trainer = make_trainer(
+        Place(layout=layout),
+        enable_checkpointing=True,
+        plugins=[Counting()],
+        default_root_dir=tmp_path,
+        **options,
+    )
+    with pytest.raises(MisconfigurationException, match=rf"Counting.* writes one file.*{words}"):
+        trainer.fit(LitNet(), loader())
+
+
 def test_unused_plugin_is_accepted(pool):
     pool.run(fit_with_plugin, world_size=2, args=(PIPELINE,))
 

@@ -106,9 +106,14 @@ def _check_manual_optimization(strategy: CheckpointHooks, trainer: Trainer) -> I
         )
 
 
-def _is_half(strategy: CheckpointHooks, trainer: Trainer) -> bool:
+def _is_half(strategy: CheckpointHooks, trainer: Trainer, *, later: bool = False) -> bool:
+    """Return True if the optimizer steps on parameters in half precision.
+
+    With ``later``, parameters that are frozen now count too.
+    """
     return str(trainer.precision) in ("bf16-true", "16-true") or any(
-        p.dtype in HALF for p in strategy.lightning_module.parameters()
+        p.dtype in HALF and (later or p.requires_grad)
+        for p in strategy.lightning_module.parameters()
     )
 
 
@@ -194,7 +199,7 @@ def _check_callback(strategy: CheckpointHooks, trainer: Trainer, callback: objec
     names = strategy._names
     layout = strategy.layout
     name = type(callback).__name__
-    on_copies = _steps_on_copies(strategy, trainer)
+    on_copies = _steps_on_copies(strategy, trainer, later=True)
     prunes = isinstance(callback, names.ModelPruning)
     finetunes = isinstance(callback, names.BaseFinetuning) and fits(trainer)
     copies_model = isinstance(callback, (*names.WeightAveragingCallbacks, *names.TunerCallbacks))
@@ -236,11 +241,11 @@ def _check_callback(strategy: CheckpointHooks, trainer: Trainer, callback: objec
         )
 
 
-def _steps_on_copies(strategy: CheckpointHooks, trainer: Trainer) -> bool:
+def _steps_on_copies(strategy: CheckpointHooks, trainer: Trainer, *, later: bool = False) -> bool:
     return (
         strategy.config.sharded_state(strategy.layout) != "none"
         or strategy.config.offload_optimizer
-        or (strategy.config.master_weights and _is_half(strategy, trainer))
+        or (strategy.config.master_weights and _is_half(strategy, trainer, later=later))
     )
 
 
@@ -265,7 +270,11 @@ def _check_checkpoint_plugin(strategy: CheckpointHooks, trainer: Trainer) -> Ite
     plugin = strategy.checkpoint_io
     if not fits(trainer) or type(plugin) is strategy._names.TorchCheckpointIO:
         return
-    if strategy.writes_file or not trainer.checkpoint_callbacks:
+    why_no_file = _why_no_file(strategy, trainer)
+    writes_file = strategy.writes_file
+    if strategy.config.checkpoint_format == "auto":
+        writes_file = writes_file and not why_no_file
+    if writes_file or not trainer.checkpoint_callbacks:
         return
     alternative = (
         "PTDPStrategy(async_save=True)"
@@ -275,7 +284,7 @@ def _check_checkpoint_plugin(strategy: CheckpointHooks, trainer: Trainer) -> Ite
     fallback = f"checkpoint_format={strategy.config.checkpoint_format!r}"
     if strategy.folder_callback and strategy.config.checkpoint_format == "auto":
         fallback = f"{strategy.folder_callback} needs folders, unless checkpoint_format='file'"
-    reason = strategy.why_no_file() or fallback
+    reason = why_no_file or fallback
     yield (
         f"plugins=[{type(plugin).__name__}()] writes one file, but every rank writes its part "
         f"into a folder ({reason}). Leave it out, and use {alternative}"
@@ -286,13 +295,12 @@ def _check_saved(strategy: CheckpointHooks, trainer: Trainer) -> Iterator[str]:
     savers: list[object] = [*trainer.checkpoint_callbacks] if fits(trainer) else []
     if fits(trainer) and strategy.config.snapshot_every_n_steps is not None:
         savers.append(None)
-    if savers and strategy.config.checkpoint_format == "file":
-        copies = strategy.config.reason_for_copies if _steps_on_copies(strategy, trainer) else ""
-        if reason := strategy.why_no_file() or copies:
-            yield (
-                f"checkpoint_format='file', but {reason}. Use 'auto' or 'folder', into which "
-                "every rank writes its part"
-            )
+    reason = _why_no_file(strategy, trainer)
+    if savers and reason and strategy.config.checkpoint_format == "file":
+        yield (
+            f"checkpoint_format='file', but {reason}. Use 'auto' or 'folder', into which "
+            "every rank writes its part"
+        )
     try:
         for saver in savers:
             _check_place(
@@ -304,6 +312,12 @@ def _check_saved(strategy: CheckpointHooks, trainer: Trainer) -> Iterator[str]:
                     checked_tensor(f"{name}._extra_state".lstrip("."), module.get_extra_state())
     except ValueError as error:
         yield str(error)
+
+
+def _why_no_file(strategy: CheckpointHooks, trainer: Trainer) -> str:
+    """Return the option that rules out a single file, before the optimizer's tensors exist."""
+    copies = strategy.config.reason_for_copies if _steps_on_copies(strategy, trainer) else ""
+    return strategy.why_no_file() or copies
 
 
 def _check_place(strategy: CheckpointHooks, place: Place) -> None:
