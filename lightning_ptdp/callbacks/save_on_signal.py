@@ -59,12 +59,12 @@ class SaveOnSignal(pl.Callback):
         self._after: dict[int, Any] = {}
         self._left: set[Path] = set()
         self._group: Any = None
+        self._world: Any = None  # default group at the time of its creation
         self._pending: tuple[Any, torch.Tensor] | None = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Take over the handling of the signals from Lightning."""
-        if dist.is_available() and dist.is_initialized():
-            self._group = dist.new_group(backend="gloo")
+        self._join(trainer)
         numbers = _signals(trainer)
         self._before = {number: signal.getsignal(number) for number in numbers}
         self._notes = SignalNotes(_ANNOUNCEMENT if trainer.is_global_zero else "")
@@ -117,10 +117,22 @@ class SaveOnSignal(pl.Callback):
         if signal.SIGTERM in self._notes.received and hasattr(trainer.strategy, "stop_requested"):
             trainer.strategy.run.stop_request.received = True
         self._close()
+        self._world = None  # a rank may not have joined the last exchange
 
     def __reduce__(self) -> tuple[type[SaveOnSignal], tuple[str]]:
         """Return the arguments of a copy, because handlers and groups cannot be copied."""
         return type(self), (self._name,)
+
+    def _join(self, trainer: pl.Trainer) -> None:
+        """Create the group, or keep that of an earlier fit."""
+        world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        if world is None:
+            self._group = None
+        elif world is not self._world:
+            # An old group stays: torch before 2.15 names groups by the number of those that exist.
+            limit = getattr(getattr(trainer.strategy, "config", None), "timeout", None)
+            self._group = dist.new_group(backend="gloo", timeout=limit)
+        self._world = world
 
     def _agreed(self) -> torch.Tensor | None:
         pending = self._pending

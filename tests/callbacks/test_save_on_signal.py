@@ -2,10 +2,12 @@
 
 import os
 import signal
+from unittest import mock
 
 import lightning.pytorch as L
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -144,3 +146,22 @@ def test_slurm_requeue_signal_is_deferred():
     assert _signals(trainer)[2:] == (signal.SIGUSR2,)
     environment.auto_requeue = False
     assert _signals(trainer)[2:] == ()
+
+
+def _train_again(rank):
+    strategy = PTDPStrategy(timeout_s=77)
+    trainer = make_trainer(strategy, 2, max_steps=1, callbacks=[SaveOnSignal()])
+    with mock.patch("torch.distributed.new_group", wraps=dist.new_group) as made:
+        for steps in (1, 2):
+            trainer.fit_loop.epoch_loop.max_steps = steps
+            trainer.fit(LitTiny(Run(layers=2)), DataLoader(PaddedTokens(8), batch_size=2))
+            assert trainer.global_step == steps
+    return [
+        call.kwargs["timeout"].total_seconds()
+        for call in made.call_args_list
+        if call.kwargs.get("backend") == "gloo" and not call.args
+    ]
+
+
+def test_further_fit_keeps_group_with_time_limit_of_strategy(pool):
+    assert pool.run(_train_again, world_size=2) == [[77], [77]]
