@@ -393,7 +393,7 @@ class Engine:
             factor = torch.where(total > 0, tokens / total, 0.0).to(tokens.dtype)
         if training:
             self.optimization.factor = factor
-        replay(recorder.calls, self._module)
+        replay(recorder.calls, self._module, shared=True)
         return output
 
     def _run(self, job: LightningJob, hook: str) -> StepReport:
@@ -419,7 +419,8 @@ class Engine:
         if sent is None:
             apply_changes(self._module, report.changes)
             trainer.should_stop |= report.stops
-        replay(report.calls, self._module)
+        # The ranks of a replica have the same report.
+        replay(report.calls, self._module, shared=self._mesh.layout.num_replicas > 1)
         if self._mesh.rank == 0:
             repeat(report.logger_calls, trainer.loggers)
         return report

@@ -168,15 +168,19 @@ class LogRecorder:
         self._module.__dict__.pop("log", None)
 
 
-def replay(calls: Sequence[LogCall], module: LightningModule) -> None:
-    """Pass the calls to Lightning."""
+def replay(calls: Sequence[LogCall], module: LightningModule, *, shared: bool) -> None:
+    """Pass the calls to Lightning.
+
+    Lightning shares the values with other ranks, if a call requests it, only with ``shared``.
+    """
     for call in calls:
         value = call.value if call.metric is None else module.get_submodule(call.metric)
+        options = call.options if shared else {**call.options, "sync_dist": False}
         if isinstance(value, float):
             # It stays on the CPU, where reading it does not wait, unless Lightning shares it.
-            device = module.device if call.options.get("sync_dist") else "cpu"
+            device = module.device if options.get("sync_dist") else "cpu"
             value = torch.tensor(value).to(device, non_blocking=True)
-        module.log(call.name, value, **call.options)
+        module.log(call.name, value, **options)
 
 
 def average_calls(

@@ -237,6 +237,12 @@ def count_replicas(trainer: Trainer, names: LightningNames, *, replicas: int, ra
                 )
 
 
+def keep_samplers(trainer: Trainer) -> None:
+    """Prevent Lightning from replacing the samplers of data loaders by distributed ones."""
+    assert hasattr(trainer._accelerator_connector, "use_distributed_sampler")
+    trainer._accelerator_connector.use_distributed_sampler = False
+
+
 def trainer_options(trainer: Trainer) -> dict[str, Any]:
     """Return the arguments of another Trainer that makes the same steps as ``trainer``."""
     strategy = trainer.strategy

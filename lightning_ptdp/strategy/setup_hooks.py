@@ -20,7 +20,13 @@ from lightning_ptdp.parallelize import apply_block_passes, parallelize
 from lightning_ptdp.parameters.materialize import awaits_values
 from lightning_ptdp.parameters.structure_copies import UncutView
 from lightning_ptdp.pipeline.discover import KnownParts
-from lightning_ptdp.shims.lightning import Trainer, count_replicas, fits, keep_model_summary
+from lightning_ptdp.shims.lightning import (
+    Trainer,
+    count_replicas,
+    fits,
+    keep_model_summary,
+    keep_samplers,
+)
 from lightning_ptdp.shims.peft import set_magnitudes
 from lightning_ptdp.strategy.checks.model import (
     CUT_MARK,
@@ -74,6 +80,8 @@ class SetupHooks(StepHooks):
         count_replicas(
             trainer, self._names, replicas=replicas, ranks=self.layout.world_size // replicas
         )
+        if self.layout.num_replicas == 1:
+            keep_samplers(trainer)
         if not self.model_space.is_cut:
             if fitting and self.layout.divides_model:
                 keep_model_summary(trainer, self.lightning_module)

@@ -103,8 +103,10 @@ class World(RunningStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Return True if samplers must be split, because there is more than one replica."""
-        return self.layout.num_replicas > 1
+        """Return True if ranks log different values, so that Lightning reduces them.
+
+        Hooks may log values of a slice of the sequence."""
+        return self.layout.size("replica_sum") > 1
 
     @property
     def layout(self) -> ParallelLayout:

@@ -10,14 +10,15 @@ from typing import Any, ClassVar
 
 import lightning.pytorch as L
 import pytest
+import torch
 import torch.nn.functional as F
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from lightning_ptdp.strategy import PTDPStrategy
 from lightning_ptdp.tensor_parallel import ParallelPlan
 from tests.huggingface.runs import make_model
 from tests.letters import C, M, P
-from tests.parity import Training
+from tests.parity import Training, make_trainer
 from tests.tiny_gpt import LitTiny, PaddedTokens, Run
 
 pytestmark = pytest.mark.thorough
@@ -207,3 +208,55 @@ def validate_unevenly(rank):
 def test_replicas_with_uneven_validation_batches_do_not_hang(pool):
     first, second = pool.run(validate_unevenly, world_size=2)
     assert first == second
+
+
+class Backwards(Sampler):
+    """A sampler of the user's."""
+
+    def __len__(self):
+        return 8
+
+    def __iter__(self):
+        return reversed(range(8))
+
+
+class LitListed(LitAtTheEnd):
+    """A module that logs the mean of a list at the end of the epoch."""
+
+    def __init__(self, run):
+        super().__init__(run)
+        self.losses, self.labels = [], []
+
+    def training_step(self, batch, batch_idx):
+        self.labels.append(batch["input_ids"][:, 0].tolist())
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        logits = self.model(batch["input_ids"])
+        self.losses.append(logits.square().mean())
+
+    def on_validation_epoch_end(self):
+        losses = torch.stack(self.losses)
+        self.log("mean", losses.mean(), sync_dist=True)
+        self.log("most", losses.max(), sync_dist=True, reduce_fx="max")
+
+
+def log_lists(rank, layout, world_size):
+    L.seed_everything(3, verbose=False)
+    data, options = PaddedTokens(8), {"max_steps": 1, "num_sanity_val_steps": 0}
+    trainer = make_trainer(PTDPStrategy(**layout), world_size, **options)
+    module = LitListed(Run(layers=2))
+    ((logged),) = trainer.validate(module, DataLoader(data, batch_size=4), verbose=False)
+    trainer.fit(module, DataLoader(data, batch_size=2, sampler=Backwards()))
+    return logged, module.labels
+
+
+def test_means_of_lists_are_shared_by_context_ranks(pool):
+    ((expected, order),) = pool.run(log_lists, world_size=1, args=({}, 1))
+    for world_size in (2, 4):
+        found = pool.run(log_lists, world_size=world_size, args=({C: 2}, world_size))
+        means = [logged["mean"] for logged, _ in found]
+        assert means == pytest.approx([expected["mean"]] * world_size, rel=1e-5)
+        assert len({logged["most"] for logged, _ in found}) == 1
+        if world_size == 2:
+            assert found[0][1] == order, "the user's sampler was replaced"
