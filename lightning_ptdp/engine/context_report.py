@@ -49,6 +49,7 @@ class PartReports:
             zlib.crc32(self._names.encode()),
             report.loss,
             weight,
+            report.stops,
             *(call.value for call in calls),
             *sizes,
         ]
@@ -60,7 +61,7 @@ class PartReports:
         if len(local) > _CAPACITY:
             self._check(gathered[:, 0].tolist())
             gathered = torch.cat([gathered, _gather(local[_CAPACITY:], group)], 1)
-        values = gathered[:, 3 : 3 + len(calls)]
+        values = gathered[:, 4 : 4 + len(calls)]
         if not report.counted:
             report.loss = gathered[:, 1].mean()
         rank_weights = gathered[:, 2]
@@ -70,8 +71,9 @@ class PartReports:
             else replace(call, value=reduce_values(values[:, i], rank_weights, call.reduction))
             for i, call in enumerate(calls)
         ]
-        totals = gathered[:, 3 + len(calls) : len(local)].sum(0)
-        self.numbers = torch.cat([gathered[:, 0], rank_weights, totals])
+        totals = gathered[:, 4 + len(calls) : len(local)].sum(0)
+        stops = gathered[:, 3].sum(0, keepdim=True)
+        self.numbers = torch.cat([gathered[:, 0], rank_weights, stops, totals])
 
     def read(self, report: StepReport, numbers: Sequence[float]) -> list[float]:
         """Store the numbers in ``report`` and return the ranks' weights.
@@ -82,8 +84,9 @@ class PartReports:
         size = self._group.size
         names = numbers[:size]
         weights = numbers[size : 2 * size]
-        totals = numbers[2 * size :]
+        stops, *totals = numbers[2 * size :]
         self._check(names)
+        report.stops = stops > 0
         report.calls = [
             call
             if call.options.get("batch_size") is None

@@ -412,13 +412,11 @@ class Engine:
         is_last = self._mesh.group("pipeline").rank == self._mesh.layout.last_stage_rank
         sent = job.report() if is_last else None
         trainer = self._module.trainer
-        if sent is not None:
-            sent.stops = trainer.should_stop
         with self._watchdog.counting("the last stage"):
             report = self._sharing.share(sent)
         if sent is None:
             apply_changes(self._module, report.changes)
-            trainer.should_stop |= report.stops
+        trainer.should_stop |= report.stops
         # The ranks of a replica have the same report.
         replay(report.calls, self._module, shared=self._mesh.layout.num_replicas > 1)
         if self._mesh.rank == 0:

@@ -403,7 +403,8 @@ class LightningJob(StepJob):
                 counted=counted or part is not None,
                 losses=losses if self.training and counted and part is None else None,
             )
-            report = StepReport(weight=weights.sum(), counted=counted, calls=calls)
+            stops = self.module.trainer.should_stop
+            report = StepReport(weight=weights.sum(), counted=counted, calls=calls, stops=stops)
             if self.training and not self.skipped:
                 report.loss = torch.where(weights != 0, losses * weights, 0.0).sum()
             parts = (

@@ -260,3 +260,22 @@ def test_means_of_lists_are_shared_by_context_ranks(pool):
         assert len({logged["most"] for logged, _ in found}) == 1
         if world_size == 2:
             assert found[0][1] == order, "the user's sampler was replaced"
+
+
+class LitStops(LitTiny):
+    """A module that ends the training by the loss of a slice, which differs between the ranks."""
+
+    def training_step(self, batch, batch_idx):
+        if self.global_step == 1 and self.global_rank == 1:
+            self.trainer.should_stop = True
+        return super().training_step(batch, batch_idx)
+
+
+def stop_by_slice(rank):
+    trainer = make_trainer(PTDPStrategy(context_parallel_size=2), 2, max_steps=4)
+    trainer.fit(LitStops(Run(layers=2)), DataLoader(PaddedTokens(16), batch_size=4))
+    return trainer.global_step
+
+
+def test_stop_in_step_on_one_slice_ends_all_context_ranks(pool):
+    assert pool.run(stop_by_slice, world_size=2) == [2, 2]
