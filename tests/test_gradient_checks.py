@@ -41,6 +41,14 @@ class LitUncounted(LitNet):
         }
 
 
+class LitRow(LitNet):
+    """Module whose loss is a row of one element."""
+
+    def training_step(self, batch, batch_idx):
+        output = super().training_step(batch, batch_idx)
+        return (output["loss"] if isinstance(output, dict) else output).view(1)
+
+
 class LitUnused(LitNet):
     def __init__(self):
         super().__init__()
@@ -85,6 +93,14 @@ def test_nan_loss_with_zero_tokens_is_accepted(layout, pool):
         _fit, world_size=2, args=(LitUncounted, 2, {**layout, "check_finite": "raise"})
     ):
         assert (raised, finite) == ("", True)
+
+
+@pytest.mark.parametrize("layout", [{}, {M: 2}])
+def test_loss_in_row_is_checked(layout, pool):
+    ((raised, _, finite),) = pool.run(
+        _fit, world_size=1, args=(LitRow, 1, {**layout, "check_finite": "raise"})
+    )
+    assert (raised, finite) == ("", True)
 
 
 @pytest.mark.parametrize("layout", [{}, {P: 2, M: 2, "schedule": "zb_h1"}], ids=["one", "zb_h1"])

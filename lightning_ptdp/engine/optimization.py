@@ -259,7 +259,7 @@ class GradientChecks(StepObserver):
             self._warn_of_unused()
         if self._action is None or norm is None:
             return
-        values = torch.stack([norm(), *(loss.float() for loss in losses)])
+        values = torch.stack([norm(), *(loss.float().squeeze() for loss in losses)])
         failed = (~values.isfinite()).any().to(torch.int32)
         if self._mesh.layout.world_size > 1:
             dist.all_reduce(failed, op=dist.ReduceOp.MAX)
