@@ -25,7 +25,7 @@ from lightning_ptdp.world.mesh import ProcessMesh
 
 _PLAIN = (bool, int, float, str, os.PathLike, dict, list, tuple)
 Path = tuple[Any, ...]
-"""Index of a logger, and names of attributes."""
+"""Index of a logger, and names of attributes; a name in a tuple is the key of an item."""
 
 
 class StepLoggers:
@@ -75,7 +75,7 @@ class StepLoggers:
         if self._sends and len(path) > 2:
             return _StandIn(self, None, path)  # this rank does not have the experiment
         with self._module.trainer.strategy.acting_as(dist.get_rank()):
-            found = getattr(value, path[-1])
+            found = _read(value, path[-1])
         is_known = isinstance(found, _PLAIN) or (found is None and not self._sends)
         return found if is_known else _StandIn(self, found, path)
 
@@ -95,7 +95,7 @@ class StepLoggers:
             _Pickler(content).dump((path, args, kwargs))
         except Exception as error:
             raise ValueError(
-                f"{'.'.join(('self.logger', *path[1:]))}(...) has an argument that cannot be sent "
+                f"{'.'.join(('self.logger', *map(str, path[1:])))}(...) has an argument that cannot be sent "
                 f"from the last pipeline stage to rank 0, which has the logger ({error}). Call it "
                 "in a hook, such as on_validation_epoch_end"
             ) from error
@@ -114,8 +114,12 @@ def repeat(calls: Sequence[bytes], loggers: Sequence[Any]) -> None:
 def _follow(loggers: Sequence[Any], path: Path) -> Any:
     value = loggers[path[0]]
     for name in path[1:]:
-        value = getattr(value, name)
+        value = _read(value, name)
     return value
+
+
+def _read(value: Any, name: Any) -> Any:
+    return value[name[0]] if isinstance(name, tuple) else getattr(value, name)
 
 
 class _StandIn:
@@ -132,6 +136,14 @@ class _StandIn:
 
     def __getattr__(self, name: str) -> Any:
         return self._ptdp_loggers.attribute(self._ptdp_value, (*self._ptdp_path, name))
+
+    __iter__ = None  # items are unknown, so that a loop over them would not end
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._ptdp_loggers.attribute(self._ptdp_value, (*self._ptdp_path, (key,)))
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.__getattr__("__setitem__")(key, value)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._ptdp_loggers.call(self._ptdp_value, self._ptdp_path, args, kwargs)

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +29,19 @@ PLACES = {
 }
 
 
+class Experiment:
+    """An experiment with named series, as Neptune's."""
+
+    def __init__(self, keep):
+        self.add = keep
+
+    def __getitem__(self, name):
+        return SimpleNamespace(append=partial(self.add, name))
+
+    def __setitem__(self, name, value):
+        self.add(name, value)
+
+
 class Kept(Logger):
     """A logger whose experiment, which rank 0 alone has, keeps calls in a list."""
 
@@ -46,7 +60,7 @@ class Kept(Logger):
     @property
     @rank_zero_experiment
     def experiment(self):
-        return SimpleNamespace(add=self.keep)
+        return Experiment(self.keep)
 
     def keep(self, *args, **kwargs):
         """Keep a call as a text, which has shapes for tensors, and their numbers."""
@@ -90,6 +104,8 @@ class LitLogs(LitBlocks):
         table += 1  # after the call
         for logger in self.loggers:
             logger.log_metrics({"loss": loss.item()}, step=self.global_step)
+        self.logger.experiment[f"{name}/loss"].append(loss)
+        self.logger.experiment[f"{name}/count"] = len(batch)
         self.note(loss)
         return loss
 
