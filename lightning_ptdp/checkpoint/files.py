@@ -27,7 +27,8 @@ EXPORT_MARK = ".lightning-ptdp"
 Only folders that have it are replaced, because any other folder may be the only copy of a model.
 """
 _PART, _OLD, _GONE, _LOCK = "tmp", "old", "gone", ".lock"
-_TEMPORARY = re.compile(rf"(.+)\.({_PART}|{_OLD}|{_GONE})-[0-9a-f]+(?:{re.escape(_LOCK)})?")
+# Not fewer digits: a user may call a backup "last.ckpt.old-1".
+_TEMPORARY = re.compile(rf"(.+)\.({_PART}|{_OLD}|{_GONE})-[0-9a-f]{{12}}(?:{re.escape(_LOCK)})?")
 SPARE = ".lightning-ptdp-spare"
 """Folder of files that the next checkpoint is written over."""
 _SYNC_BYTES = 1 << 25

@@ -146,8 +146,8 @@ def _save_twice(rank, path):
 
 
 def test_second_save_replaces_checkpoint_and_leftovers(pool, tmp_path):
-    (tmp_path / "last.ckpt.old-0123").mkdir()
-    (tmp_path / "last.ckpt.tmp-0123").mkdir()
+    (tmp_path / "last.ckpt.old-0123456789ab").mkdir()
+    (tmp_path / "last.ckpt.tmp-0123456789ab").mkdir()
     pool.run(_save_twice, world_size=2, args=(str(tmp_path / "last.ckpt"),))
     assert torch.equal(read_full(tmp_path / "last.ckpt")["w"], torch.full((22,), 2.0))
     assert read_metadata(tmp_path / "last.ckpt").run == {"save": 2}
@@ -235,9 +235,9 @@ def test_storage_lost_during_save_is_reported(tmp_path, monkeypatch):
 def test_error_names_leftover_of_interrupted_rename(tmp_path, monkeypatch):
     path = tmp_path / "last.ckpt"
     _save_one(path, 1.0)
-    path.rename(tmp_path / "last.ckpt.old-01")
+    path.rename(tmp_path / "last.ckpt.old-0123456789ab")
     with pytest.raises(
-        CheckpointError, match=r"interrupted save left .*last\.ckpt\.old-01. Rename"
+        CheckpointError, match=r"interrupted save left .*last\.ckpt\.old-0123456789ab. Rename"
     ):
         read_metadata(path)
 

@@ -124,12 +124,12 @@ def test_fallback_without_metadata_depends_on_time_of_files(three):
 
 def test_latest_resolves_after_save_interrupted_between_renames(tmp_path):
     mark_latest(_save(tmp_path / "last.ckpt", 1.0))
-    _save(tmp_path / "new", 2.0).rename(tmp_path / "last.ckpt.tmp-01")
-    (tmp_path / "last.ckpt").rename(tmp_path / "last.ckpt.old-01")
-    assert choose_checkpoint(tmp_path / "latest") == tmp_path / "last.ckpt.tmp-01"
-    flip(tmp_path / "last.ckpt.tmp-01" / VALUES)
+    _save(tmp_path / "new", 2.0).rename(tmp_path / "last.ckpt.tmp-0123456789ab")
+    (tmp_path / "last.ckpt").rename(tmp_path / "last.ckpt.old-0123456789ab")
+    assert choose_checkpoint(tmp_path / "latest") == tmp_path / "last.ckpt.tmp-0123456789ab"
+    flip(tmp_path / "last.ckpt.tmp-0123456789ab" / VALUES)
     with pytest.warns(UserWarning, match="the previous one"):
-        assert choose_checkpoint(tmp_path / "latest") == tmp_path / "last.ckpt.old-01"
+        assert choose_checkpoint(tmp_path / "latest") == tmp_path / "last.ckpt.old-0123456789ab"
 
 
 def test_missing_checkpoint_and_unknown_on_damage_are_refused(tmp_path):

@@ -159,6 +159,15 @@ def test_other_files_named_like_leftovers_are_kept(tmp_path):
     assert (tmp_path / "photos.old-ab" / "years.tex").is_file()
 
 
+def test_backup_of_checkpoint_is_kept(tmp_path):
+    for backup in ("a.ckpt.old-1", "a.ckpt.old-20261130"):
+        save(tmp_path / "a.ckpt", 1)
+        (tmp_path / "a.ckpt").rename(tmp_path / backup)
+    for step in (2, 3):
+        save(tmp_path / "a.ckpt", step)
+        assert step_of(tmp_path / "a.ckpt.old-1") == step_of(tmp_path / "a.ckpt.old-20261130") == 1
+
+
 def test_disk_has_all_files_before_their_folder_gets_its_name(tmp_path, monkeypatch):
     """Other libraries write some files of an export, and do not sync them."""
     synced = set()
