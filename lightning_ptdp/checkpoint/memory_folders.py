@@ -122,8 +122,6 @@ class MemoryFolder:
         if linked and self._is_linked():
             files.remove(self.link)
         files.discard(self.path)  # if the process is killed here, the name shows it
-        with contextlib.suppress(OSError):  # another training has snapshots
-            _home().rmdir()
 
     def _is_linked(self) -> bool:
         return self.link.is_symlink() and os.readlink(self.link) == str(self.path)

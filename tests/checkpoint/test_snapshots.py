@@ -345,6 +345,23 @@ def test_process_lost_while_removing_snapshots_leaves_nothing(shm, tmp_path, mon
     assert calls > 6
 
 
+def test_folder_is_created_while_another_run_removes_the_last_one(shm, tmp_path, monkeypatch):
+    other = MemoryFolder.new(tmp_path / "other")
+    other.create()
+    lstat = os.lstat
+
+    def removing(path):
+        monkeypatch.undo()
+        monkeypatch.setattr(memory_folders, "_ROOT", shm)
+        other.remove(linked=True)
+        return lstat(path)
+
+    monkeypatch.setattr(os, "lstat", removing)
+    place = MemoryFolder.new(tmp_path)
+    place.create()
+    assert [*shm.glob("*/*")] == [place.path]
+
+
 def test_memory_of_ended_process_is_not_counted(shm, tmp_path):
     place = MemoryFolder.new(tmp_path)
     place.create()
