@@ -289,12 +289,16 @@ def check_replaceable(path: PathLike, *, marker: str, or_file: bool = False) -> 
 
     Raises:
         CheckpointError: ``path`` is a file, or a folder with content but without the file
-            ``marker``.
+            ``marker``, or a device, such as ``/dev/null``.
     """
     place = located(path)
     if has_other_content(place, marker=marker):
         raise CheckpointError(
             f"{place} is a folder with other content, which would be lost. Choose another path"
+        )
+    if isinstance(place, Path) and place.exists() and not (place.is_file() or place.is_dir()):
+        raise CheckpointError(
+            f"{place} is neither a file nor a folder, and must not be replaced. Choose another path"
         )
     if not or_file and place.is_file():
         raise CheckpointError(

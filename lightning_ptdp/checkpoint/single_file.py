@@ -321,4 +321,5 @@ def file_to_write(destination: PathLike) -> Path:
     target = Path(os.path.abspath(files.local_path(destination)))
     if target.is_dir():
         raise CheckpointError(f"{target} is a folder. Give the path of the file to write")
+    files.check_replaceable(target, marker=METADATA_FILE, or_file=True)
     return target

@@ -17,7 +17,9 @@ from lightning_ptdp.checkpoint import (
     read_metadata,
     same_outcome,
     save_checkpoint,
+    to_lightning_file,
     verify_checkpoint,
+    write_file,
 )
 from lightning_ptdp.checkpoint import files as files_module
 from lightning_ptdp.parameters.placement import Piece, Placement
@@ -177,6 +179,19 @@ def test_folder_with_other_content_is_not_replaced(tmp_path):
     with pytest.raises(CheckpointError, match="is a folder with other content"):
         _save_one(tmp_path, 1.0)
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
+
+
+def test_pipe_or_device_is_not_replaced(tmp_path):
+    _save_one(tmp_path / "source", 1.0)
+    os.mkfifo(path := tmp_path / "pipe.ckpt")
+    for write in (
+        lambda: _save_one(path, 1.0),
+        lambda: write_file({}, path),
+        lambda: to_lightning_file(tmp_path / "source", path),
+    ):
+        with pytest.raises(CheckpointError, match=r"pipe.ckpt is neither a file nor a folder"):
+            write()
+    assert path.is_fifo()
 
 
 def test_failed_rename_restores_previous_checkpoint(tmp_path, monkeypatch):
