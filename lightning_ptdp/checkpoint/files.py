@@ -20,15 +20,16 @@ from typing import IO
 from lightning_ptdp.base.time_limit import in_thread
 from lightning_ptdp.checkpoint.remote_path import PathLike, Place, RemotePath, is_url, located
 from lightning_ptdp.checkpoint.save_agreement import CheckpointError
+from lightning_ptdp.checkpoint.write_locks import LOCK, Abandoned, WriteLock
 
 EXPORT_MARK = ".lightning-ptdp"
 """Empty file in an exported folder.
 
 Only folders that have it are replaced, because any other folder may be the only copy of a model.
 """
-_PART, _OLD, _GONE, _LOCK = "tmp", "old", "gone", ".lock"
+_PART, _OLD, _GONE = "tmp", "old", "gone"
 # Not fewer digits: a user may call a backup "last.ckpt.old-1".
-_TEMPORARY = re.compile(rf"(.+)\.({_PART}|{_OLD}|{_GONE})-[0-9a-f]{{12}}(?:{re.escape(_LOCK)})?")
+_TEMPORARY = re.compile(rf"(.+)\.({_PART}|{_OLD}|{_GONE})-[0-9a-f]{{12}}(?:{re.escape(LOCK)})?")
 SPARE = ".lightning-ptdp-spare"
 """Folder of files that the next checkpoint is written over."""
 _SYNC_BYTES = 1 << 25
@@ -148,11 +149,6 @@ def part_name(target: Path, kind: str = _PART, *, number: str = "") -> Path:
     return Path(f"{target}.{kind}-{number or new_number()}")
 
 
-def lock_name(path: Path) -> Path:
-    """Return the file that a process locks while it saves under this temporary name."""
-    return path if path.suffix == _LOCK else path.with_name(path.name + _LOCK)
-
-
 def leftovers(target: Path) -> list[Path]:
     """Return the temporary names beside ``target``, and their locks.
 
@@ -186,10 +182,11 @@ def settled(path: Path) -> Path:
 
 
 def replace(part: Path, target: Path, *, follow: Callable[[Path], object] = lambda _: None) -> None:
-    """Replace ``target`` by ``part``; the old content is moved aside first and removed last.
+    """Replace ``target`` by ``part``; an old folder is moved aside first and removed last.
 
     A crash at any point leaves the old or the new content complete: under its name or, between the
-    two renames, next to it.
+    two renames of folders, next to it. A file replaces a file at once. Leftovers of interrupted
+    saves are removed.
 
     Args:
         part: Temporary name of the complete content.
@@ -197,7 +194,8 @@ def replace(part: Path, target: Path, *, follow: Callable[[Path], object] = lamb
         follow: Function that is called with the path of one complete content before the other one
             is renamed, so that a link that is moved to this path is always valid.
     """
-    aside = part_name(target, _OLD) if os.path.lexists(target) else None
+    has_folder = part.is_dir() or (target.is_dir() and not target.is_symlink())
+    aside = part_name(target, _OLD) if has_folder and os.path.lexists(target) else None
     try:
         if aside is not None:
             follow(part)
@@ -218,23 +216,28 @@ def replace(part: Path, target: Path, *, follow: Callable[[Path], object] = lamb
     sync(target.parent)
     if aside is not None:
         remove(aside)
+    abandoned = Abandoned()
     for path in leftovers(target):
-        if not lock_name(path).exists():
-            remove(path)
+        with abandoned.taken_over(path) as has_ended:
+            if has_ended:
+                remove(path)
 
 
 @contextmanager
 def replacing(target: Path) -> Iterator[Path]:
     """Return a context with a temporary name, which replaces ``target`` at the end.
 
-    The disk has all content before it gets its name. After an error, nothing is left of it.
+    The disk has all content before it gets its name. After an error, nothing is left of it. If
+    several processes replace ``target`` at the same time, the content of one of them remains.
 
     Raises:
         CheckpointError: The disk does not accept it.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     part = part_name(target)
+    lock = WriteLock(part)
     try:
+        lock.take()
         yield part
         for path in (part, *part.rglob("*")):
             if path.exists():  # not a link to nothing
@@ -244,6 +247,7 @@ def replacing(target: Path) -> Iterator[Path]:
         raise CheckpointError(f"writing {target} failed: {error}") from error
     finally:
         remove(part)
+        lock.release()
 
 
 def discard(path: Place) -> None:

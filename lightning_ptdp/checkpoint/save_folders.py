@@ -41,7 +41,7 @@ from lightning_ptdp.checkpoint.metadata import (
 )
 from lightning_ptdp.checkpoint.remote_path import Place, RemotePath, each
 from lightning_ptdp.checkpoint.save_agreement import CheckpointError, StorageError
-from lightning_ptdp.checkpoint.write_locks import Abandoned, WriteLock, writer_of
+from lightning_ptdp.checkpoint.write_locks import Abandoned, WriteLock, lock_name, writer_of
 
 _TURN_S = 5.0
 _NAMES = (METADATA_FILE, INDEX_FILE, STATE_FILE, README_FILE)
@@ -90,9 +90,7 @@ class SaveFolders:
             # other.
             claim.take()
             leftovers = [
-                path
-                for path in files.leftovers(target)
-                if files.lock_name(path) != files.lock_name(claim.part)
+                path for path in files.leftovers(target) if lock_name(path) != lock_name(claim.part)
             ]
             writer = next(filter(None, map(writer_of, leftovers)), None)
             if writer is not None:
@@ -118,7 +116,7 @@ class SaveFolders:
             if target is not None:
                 by_target.setdefault(target, []).append(entry)
         for target, paths in by_target.items():
-            locks = {files.lock_name(entry) for entry in paths}
+            locks = {lock_name(entry) for entry in paths}
             entries = (
                 paths
                 if locks & {*paths}

@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import IO
 
 from lightning_ptdp.base.time_limit import locked, wait_for_lock
-from lightning_ptdp.checkpoint import files
 
+LOCK = ".lock"
 _TOUCHED_EVERY_S = 5.0
 _UNCHANGED_S = 120.0
 _RECORD_S = 1.0  # time in which the process that created the file has locked and filled it
@@ -46,6 +46,11 @@ class LockHolder:
     pid: int
 
 
+def lock_name(path: Path) -> Path:
+    """Return the file that a process locks while it saves under this temporary name."""
+    return path if path.suffix == LOCK else path.with_name(path.name + LOCK)
+
+
 class WriteLock:
     """Lock that shows other processes that this one writes ``part``.
 
@@ -56,7 +61,7 @@ class WriteLock:
     """
 
     def __init__(self, part: Path) -> None:
-        self.part, self._file = part, files.lock_name(part)
+        self.part, self._file = part, lock_name(part)
         self._stream: IO[bytes] | None = None
         self._over = threading.Event()
         self._toucher: threading.Thread | None = None
@@ -99,7 +104,7 @@ def writer_of(path: Path) -> LockHolder | None:
     None means that the process has ended, or that its state is unknown.
     """
     try:
-        with open(files.lock_name(path), "r+b") as stream:
+        with open(lock_name(path), "r+b") as stream:
             return None if locked(stream) else _record(stream)
     except OSError:
         return None
@@ -121,7 +126,7 @@ class Abandoned:
         Within the context, no other process gets the same answer. A save without a lock file has
         ended, because that file is created first and removed last.
         """
-        file = files.lock_name(path)
+        file = lock_name(path)
         try:
             stream = open(file, "r+b")  # noqa: SIM115
         except FileNotFoundError:

@@ -25,6 +25,7 @@ from lightning_ptdp.checkpoint.local_copies import readable
 from lightning_ptdp.checkpoint.local_rectangles import Held, check_held, choose_writers
 from lightning_ptdp.checkpoint.remote_path import PathLike
 from lightning_ptdp.checkpoint.save_agreement import from_rank_zero, gather, is_rank_zero, own_rank
+from lightning_ptdp.checkpoint.write_locks import WriteLock
 from lightning_ptdp.exchange.architecture import verify_huggingface
 from lightning_ptdp.exchange.export_content import (
     MODEL,
@@ -159,10 +160,12 @@ class FolderExport:
         """
         plan, own_rectangles = self._plan(rectangles)
         part = from_rank_zero(lambda: files.part_name(self.target))
+        lock = WriteLock(part)  # only rank 0 takes it
         try:
             with same_outcome(self._doing):
                 if is_rank_zero():
                     self._make_room()
+                    lock.take()
                     plan.create(part, self.described.files(plan.items))
             with same_outcome(self._doing):
                 plan.fill(part, own_rectangles)
@@ -173,6 +176,7 @@ class FolderExport:
         finally:
             if is_rank_zero():
                 files.remove(part)
+            lock.release()
 
     def _make_room(self) -> None:
         files.check_replaceable(self.target, marker=files.EXPORT_MARK)

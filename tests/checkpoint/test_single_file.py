@@ -1,6 +1,7 @@
 """Tests of Lightning's single file: when it is written, its readers, and resuming from it."""
 
 import enum
+import os
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +239,20 @@ def test_failed_write_keeps_previous_file(tmp_path):
         write_file({"state_dict": {"a": torch.zeros(2)}, "b": Broken()}, path)
     assert torch.load(path)["state_dict"]["a"].tolist() == [1, 1]
     assert sorted(tmp_path.iterdir()) == [path]
+
+
+def test_file_is_whole_at_any_time(tmp_path, monkeypatch):
+    path = tmp_path / "a.ckpt"
+    write_file({"epoch": 1}, path)
+    rename = os.rename
+
+    def watched(source, target):
+        assert torch.load(path)["epoch"] == 1
+        rename(source, target)
+        assert torch.load(path)["epoch"] == 2
+
+    monkeypatch.setattr(os, "rename", watched)
+    write_file({"epoch": 2}, path)
 
 
 class Mode(enum.Enum):

@@ -3,6 +3,7 @@
 import multiprocessing
 import threading
 import warnings
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
@@ -126,6 +127,27 @@ def test_checkpoint_is_replaced_despite_concurrent_removal(tmp_path):
     assert not files.leftovers(target)
 
 
+@pytest.mark.parametrize("write", [Path.write_text, lambda part, text: part.mkdir() or text])
+def test_two_writers_of_one_file_or_export_succeed(tmp_path, write):
+    target = tmp_path / "target"
+    with files.replacing(target) as first:
+        write(first, "first")
+        with files.replacing(target) as second:
+            write(second, "second")
+        assert first.exists()
+    assert target.is_dir() or target.read_text() == "first"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_killed_write_of_file_is_removed_by_next_one(tmp_path):
+    killed = files.part_name(tmp_path / "target")
+    killed.write_text("a part")
+    write_locks.lock_name(killed).write_text("")
+    with files.replacing(tmp_path / "target") as part:
+        part.write_text("whole")
+    assert list(tmp_path.iterdir()) == [tmp_path / "target"]
+
+
 def test_lock_under_creation_is_not_abandoned(tmp_path, monkeypatch):
     """Another process checks the lock file between its creation and its locking."""
     part = tmp_path / "step=1.ckpt.tmp-0123456789ab"
@@ -141,7 +163,7 @@ def test_lock_under_creation_is_not_abandoned(tmp_path, monkeypatch):
         with write_locks.Abandoned().taken_over(part) as answer:
             answers.append(answer)
 
-    with open(files.lock_name(part), "xb") as stream:
+    with open(write_locks.lock_name(part), "xb") as stream:
         other = threading.Thread(target=look)
         other.start()
         assert looks.wait(LIMIT_S)
