@@ -234,7 +234,10 @@ def read_verified(
             f"{folder / name} is damaged: it has {entry.size} bytes, more than the plausible "
             f"limit of {most}"
         )
-    content = (folder / name).read_bytes()
+    file = folder / name
+    if isinstance(file, RemotePath):
+        file = RemotePath(file.url, entry.size)  # allows the time that so many bytes need
+    content = file.read_bytes()
     if files.sha256(content) != entry.sha256:
         raise CheckpointError(
             f"{folder / name} is damaged: its sha256 differs from the one in {METADATA_FILE}"
@@ -266,8 +269,8 @@ def _content(folder: Place) -> dict[str, Json]:
         )
     if isinstance(file, Path):
         content = read_json(file, most_bytes=_MOST_JSON, linked=())
-    elif file.size() <= _MOST_JSON:
-        content = parse_json(file.read_bytes())
+    elif (size := file.size()) <= _MOST_JSON:
+        content = parse_json(RemotePath(file.url, size).read_bytes())
     else:
         raise CheckpointError(f"{file} is damaged: it has more than {_MOST_JSON} bytes")
     if not isinstance(content, dict) or content.get("format") != FORMAT:

@@ -37,7 +37,8 @@ PathLike = str | os.PathLike[str]
 S = TypeVar("S")
 T = TypeVar("T")
 _AT_ONCE = 8  # requests of one rank in flight
-_CALL_S = 60.0  # limit of one request, plus a second for each of its megabytes
+_CALL_S = 60.0  # limit of one request, plus the time for its bytes
+_BYTES_PER_S = 1e6
 _RETRY_S = 120.0  # a request that failed is repeated for this time
 _PAUSE_S = 0.5  # first pause before a repetition; it doubles
 _ABSENT = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
@@ -52,7 +53,7 @@ class RemotePath(os.PathLike[str]):
 
     Attributes:
         url: The address, without a slash at its end.
-        known_size: Size of the object, if a listing has just shown it.
+        known_size: Size of the object, if a listing or another object has just shown it.
     """
 
     url: str
@@ -144,7 +145,7 @@ class RemotePath(os.PathLike[str]):
 
     def read_bytes(self, start: int | None = None, stop: int | None = None) -> bytes:
         """Return the bytes [start, stop) of the object; None: its beginning, or its end."""
-        nbytes = (stop or 0) - (start or 0)
+        nbytes = (stop or self.known_size or 0) - (start or 0)
         # s3fs has another argument in second place
         return bytes(self._ask("reading", "cat_file", nbytes=nbytes, start=start, end=stop))
 
@@ -201,7 +202,9 @@ class RemotePath(os.PathLike[str]):
             tries += 1
             try:
                 call = functools.partial(_call, self.url, method, *arguments, **options)
-                return in_thread(call, name="storage request").result(_CALL_S + nbytes / 1e6)
+                return in_thread(call, name="storage request").result(
+                    _CALL_S + nbytes / _BYTES_PER_S
+                )
             except Exception as error:
                 if isinstance(error, _ABSENT) and doing != "writing":
                     raise FileNotFoundError(

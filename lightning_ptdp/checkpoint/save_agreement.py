@@ -50,7 +50,7 @@ def reading(file: os.PathLike[str], says: str = "is damaged") -> Iterator[None]:
         raise
     except OSError as error:
         path = error.filename if isinstance(error.filename, str) else file
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
     except ValueError as error:
         raise CheckpointError(f"{file} {says}: {error}") from error
 

@@ -22,6 +22,8 @@ from lightning_ptdp.checkpoint import (
     data_files,
     newest_checkpoint,
     read_full,
+    read_metadata,
+    read_state,
     remote_path,
     save_checkpoint,
     verify_checkpoint,
@@ -321,6 +323,23 @@ def test_missing_library_names_the_extra(monkeypatch):
         requirements.RequirementError, match=r"Run: pip install 'lightning-ptdp\[s3\]'"
     ):
         located("s3://bucket/x")
+
+
+def test_limit_of_whole_objects_grows_with_their_size(monkeypatch):
+    save(LAST, 1)
+    entry = read_metadata(LAST).files["state.json"]
+    call = remote_path._call
+
+    def slow(url, method, *arguments, **options):
+        if method == "cat_file":
+            time.sleep(0.2)
+        return call(url, method, *arguments, **options)
+
+    monkeypatch.setattr(remote_path, "_call", slow)
+    monkeypatch.setattr(remote_path, "_CALL_S", 0.1)
+    monkeypatch.setattr(remote_path, "_RETRY_S", 0.0)
+    monkeypatch.setattr(remote_path, "_BYTES_PER_S", entry.size)
+    assert read_state(LAST) is not None
 
 
 def test_request_without_an_answer_is_abandoned_at_its_limit(monkeypatch):

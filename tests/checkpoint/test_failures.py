@@ -15,6 +15,7 @@ from lightning_ptdp.checkpoint import (
     data_files,
     read_full,
     read_metadata,
+    reading,
     same_outcome,
     save_checkpoint,
     to_lightning_file,
@@ -179,6 +180,14 @@ def test_folder_with_other_content_is_not_replaced(tmp_path):
     with pytest.raises(CheckpointError, match="is a folder with other content"):
         _save_one(tmp_path, 1.0)
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
+
+
+def test_reason_of_error_without_number_is_named():
+    with (
+        pytest.raises(CheckpointError, match="index.json cannot be read: no answer"),
+        reading("index.json"),
+    ):
+        raise OSError("no answer")
 
 
 def test_pipe_or_device_is_not_replaced(tmp_path):
