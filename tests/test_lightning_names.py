@@ -20,6 +20,7 @@ from lightning_ptdp.shims.lightning import (
     lightning_names,
     load_only_named_checkpoints,
     requeue_handler,
+    set_restored_path,
 )
 
 
@@ -65,6 +66,8 @@ def test_slurm_requeue_handler_and_checkpoint_selection_exist(namespace):
     trainer = importlib.import_module(namespace).Trainer(logger=False)
     assert callable(requeue_handler(trainer))
     load_only_named_checkpoints(trainer)
+    set_restored_path(trainer, "last.ckpt")
+    assert trainer.ckpt_path == "last.ckpt"
     text = inspect.getsource(type(trainer._checkpoint_connector)._select_ckpt_path)
     assert "if self._user_managed:" in text
 

@@ -336,6 +336,13 @@ def load_only_named_checkpoints(trainer: Trainer) -> None:
     connector._user_managed = True
 
 
+def set_restored_path(trainer: Trainer, path: str) -> None:
+    """Let Lightning's messages name the checkpoint that was read instead of the requested one."""
+    connector = trainer._checkpoint_connector
+    assert hasattr(connector, "_ckpt_path")
+    connector._ckpt_path = path
+
+
 def dump_checkpoint(trainer: Trainer) -> dict[str, Any]:
     """Return the content of a checkpoint, which ``save_checkpoint`` would write."""
     content: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)

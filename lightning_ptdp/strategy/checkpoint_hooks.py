@@ -28,7 +28,7 @@ from lightning_ptdp.checkpoint.remote_path import located
 from lightning_ptdp.checkpoint.save_agreement import gather
 from lightning_ptdp.exchange import SHARD_BYTES, reads_as_huggingface
 from lightning_ptdp.parameters.materialize import awaits_values
-from lightning_ptdp.shims.lightning import fits
+from lightning_ptdp.shims.lightning import fits, set_restored_path
 from lightning_ptdp.shims.peft import set_magnitudes
 from lightning_ptdp.shims.quantization import quantized_parameters
 from lightning_ptdp.strategy.exporting import export_model
@@ -244,7 +244,10 @@ class CheckpointHooks(World):
         if isinstance(path, Path):
             path = self.snapshots.located(path, resuming=resuming)
         if not path.is_file():
-            return read_checkpoint(path, self, resuming=resuming)
+            checkpoint = read_checkpoint(path, self, resuming=resuming)
+            if resuming:
+                set_restored_path(trainer, str(checkpoint["state_dict"].path))
+            return checkpoint
         checkpoint = super().load_checkpoint(os.fspath(path), weights_only=weights_only)
         if resuming:
             check_trained(checkpoint, path)

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import importlib
 import json
+import logging
 import multiprocessing
 import os
 import shutil
@@ -185,6 +186,18 @@ def test_disk_has_all_files_before_their_folder_gets_its_name(tmp_path, monkeypa
     with replacing(tmp_path / "export.pt") as part:
         part.write_bytes(b"weights")
     assert str(part) in synced
+
+
+def test_message_names_checkpoint_that_is_used_instead_of_damaged_one(tmp_path, caplog):
+    L.seed_everything(1, verbose=False)
+    fit_saving(tmp_path, 2)
+    os.remove(tmp_path / "step=2.ckpt" / "state.json")
+    with (
+        caplog.at_level(logging.INFO),
+        pytest.warns(UserWarning, match="Training resumes from the previous one"),
+    ):
+        fit_saving(tmp_path, 3, tmp_path / "step=2.ckpt")
+    assert f"Restored all states from the checkpoint at {tmp_path}/step=1.ckpt" in caplog.text
 
 
 def test_killed_removal_leaves_no_partial_checkpoint(tmp_path):
