@@ -295,9 +295,16 @@ def _by_name(
                 "the checkpoint's optimizer has states that belong to none of its parameters"
             )
         for key, value in entries.items():
+            if value is None:
+                continue
             key, value = _as_tensor(key, value)
-            if isinstance(value, Tensor):
-                values[f"{_prefix(0)}{key}/{by_index[index]}"] = value
+            if not isinstance(value, Tensor):
+                raise CheckpointError(
+                    f"the checkpoint's optimizer has the state {key!r} of {by_index[index]!r}, "
+                    f"which is a {type(value).__name__}. Only numbers and tensors can be divided "
+                    "among ranks"
+                )
+            values[f"{_prefix(0)}{key}/{by_index[index]}"] = value
     groups = [{**group, "params": list(params)} for group, params in zip(saved, names, strict=True)]
     return InMemory(values), groups
 

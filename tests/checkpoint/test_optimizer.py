@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from lightning_ptdp.checkpoint import (
     CheckpointError,
+    load_indexed_optimizer,
     load_optimizer,
     merge_groups,
     optimizer_groups,
@@ -181,6 +182,18 @@ def test_scalar_optimizer_state_keeps_its_types(tmp_path):
     assert [type(found[key]) for key in ("step", "scale", "warm")] == [int, float, bool]
     assert torch.equal(found["mean"], expected["mean"])
     assert "nothing" not in found
+
+
+def test_unreadable_state_of_single_file_is_refused():
+    named, parameter = _one(torch.ones(2, 3))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    state = optimizer.state_dict()
+    load_indexed_optimizer(
+        {**state, "state": {0: {"none": None}}}, optimizer, **named, of_groups=["w"]
+    )
+    state["state"] = {0: {"blocks": [torch.ones(2)]}}
+    with pytest.raises(CheckpointError, match=r"has the state 'blocks' of 'w', which is a list"):
+        load_indexed_optimizer(state, optimizer, **named, of_groups=["w"])
 
 
 def test_tensor_learning_rate_is_restored_in_place(tmp_path):
