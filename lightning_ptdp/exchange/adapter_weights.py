@@ -164,7 +164,17 @@ _UNSUPPORTED = (
     "trainable_token_indices",
     "target_parameters",
     "layer_replication",
+    "lora_bias",
+    "alora_invocation_tokens",
+    "use_qalora",
+    "use_bdlora",
+    "arrow_config",
+    "kasa_config",
+    "monteclora_config",
+    "velora_config",
 )
+_KEEPING_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
+"""Values of ``init_lora_weights`` that do not change the base model (as PiSSA and OLoRA do)."""
 _OF_ADAPTER = re.compile(r"\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)(?=\.|$)")
 
 
@@ -195,6 +205,9 @@ def read_adapter_folder(path: Path) -> tuple[dict[str, Any], dict[str, torch.Ten
     if not isinstance(base_model, str) or not base_model:
         raise CheckpointError(f"{file} names no base model (base_model_name_or_path)")
     unsupported = [f"{name} is not supported" for name in _UNSUPPORTED if config.get(name)]
+    init = config.get("init_lora_weights")
+    if init not in _KEEPING_BASE:
+        unsupported.append(f"init_lora_weights={init!r} has changed the base model")
     if config.get("peft_type") != "LORA" or config.get("bias", "none") != "none":
         unsupported.insert(
             0,

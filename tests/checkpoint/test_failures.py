@@ -184,7 +184,7 @@ def test_folder_with_other_content_is_not_replaced(tmp_path):
 
 def test_reason_of_error_without_number_is_named():
     with (
-        pytest.raises(CheckpointError, match="index.json cannot be read: no answer"),
+        pytest.raises(CheckpointError, match=r"index\.json cannot be read: no answer"),
         reading("index.json"),
     ):
         raise OSError("no answer")

@@ -104,6 +104,7 @@ def test_generate_loads_peft_adapter_and_refuses_invalid_one(said, folder, tmp_p
         ({"base_model_name_or_path": None}, "names no base model"),
         ({"peft_type": "IA3"}, "only LoRA"),
         ({"alpha_pattern": {"q_proj": 3}}, "alpha_pattern is not supported"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' has changed the base model"),
         ({"r": "many"}, "r='many'"),
         ({"base_model_name_or_path": str(tmp_path / "nowhere")}, "nowhere"),
     ]:
