@@ -227,12 +227,11 @@ def to_state_dict(
         if target.suffix == _SAFETENSORS:
             write_converted(part, reader, names, dtype)
         else:
-            weights = reader.read_all(set(names.values()))
-            content = {
-                name: weights[full].to(converted(weights[full].dtype, dtype))
-                for name, full in names.items()
+            weights = {
+                full: value.to(converted(value.dtype, dtype))
+                for full, value in reader.read_all(set(names.values())).items()
             }
-            save_synced(content, part)
+            save_synced({name: weights[full] for name, full in names.items()}, part)
 
 
 def write_converted(

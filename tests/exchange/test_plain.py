@@ -67,6 +67,13 @@ def test_round_trip_through_state_dict_or_lightning_file(checkpoint, tmp_path, n
     assert "optimizer_states" not in read_state(tmp_path / "back")
 
 
+def test_tied_parameters_stay_one_tensor_in_another_dtype(checkpoint, tmp_path):
+    convert(checkpoint, tmp_path / "x.pt", dtype=torch.bfloat16)
+    state = torch.load(tmp_path / "x.pt")
+    assert state["head.weight"].dtype == torch.bfloat16
+    assert state["head.weight"].data_ptr() == state["embedding.weight"].data_ptr()
+
+
 def test_prefix_is_removed_and_added(checkpoint, tmp_path):
     convert(checkpoint, tmp_path / "x.pt", prefix="embedding.", dtype=torch.bfloat16)
     state = torch.load(tmp_path / "x.pt", weights_only=True)
