@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO
 
 from lightning_ptdp.base.time_limit import in_thread
-from lightning_ptdp.checkpoint.remote_path import PathLike, Place, RemotePath, is_url, located
+from lightning_ptdp.checkpoint.remote_path import PathLike, Place, RemotePath, located
 from lightning_ptdp.checkpoint.save_agreement import CheckpointError
 from lightning_ptdp.checkpoint.write_locks import LOCK, Abandoned, WriteLock
 
@@ -37,15 +37,15 @@ SAVE_NAME = re.compile(r"save-([0-9a-f]{8})-[0-9a-f]+")
 """Folder of one save's files in object storage; the first number is its time in seconds."""
 
 
-def local_path(path: PathLike) -> str:
-    """Return a path, which may be given as ``file:///…``.
+def local_path(path: PathLike) -> Path:
+    """Return the absolute path of a file or folder, which may be given as ``file:///…``.
 
     Raises:
         CheckpointError: The path is the URL of something other than a mounted file system.
     """
-    place = located(path)
+    place = absolute(path)
     if isinstance(place, Path):
-        return str(place)
+        return place
     raise CheckpointError(
         f"{place} is not on a file system that all ranks share, which is needed here. Use a "
         "folder that is mounted on every machine, and copy it to other storage afterwards"
@@ -324,8 +324,8 @@ def check_apart(target: PathLike, read: Iterable[PathLike], *, what: str = "") -
         CheckpointError: ``target`` is one of these paths, is inside one, or contains one.
     """
     written = _real(target)
-    for source in read:
-        if not is_url(source) and not os.path.lexists(source):
+    for source in map(located, read):
+        if isinstance(source, Path) and not os.path.lexists(source):
             continue
         resolved = _real(source)
         if written == resolved or resolved in written.parents or written in resolved.parents:
@@ -335,7 +335,8 @@ def check_apart(target: PathLike, read: Iterable[PathLike], *, what: str = "") -
 
 
 def _real(path: PathLike) -> PurePosixPath:
-    return PurePosixPath(path if is_url(path) else os.path.realpath(path))
+    place = located(path)
+    return PurePosixPath(place.url if isinstance(place, RemotePath) else os.path.realpath(place))
 
 
 def existing_paths(values: object) -> Iterator[Path]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-import os
 import pickle
 import warnings
 from collections.abc import Iterator, Mapping, MutableMapping
@@ -318,7 +317,7 @@ def file_to_write(destination: PathLike) -> Path:
     Raises:
         CheckpointError: It is a folder, or is not on a mounted file system.
     """
-    target = Path(os.path.abspath(files.local_path(destination)))
+    target = files.local_path(destination)
     if target.is_dir():
         raise CheckpointError(f"{target} is a folder. Give the path of the file to write")
     files.check_replaceable(target, marker=METADATA_FILE, or_file=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import tempfile
 from collections.abc import Mapping
@@ -62,7 +61,7 @@ def to_adapters(
     """
     state = read_state(source)
     reader = TensorReader(source)
-    target = Path(os.path.abspath(destination))
+    target = files.local_path(destination)
     base = state[BASE_WEIGHTS]
     adapter = as_lora(state["hyper_parameters"]["adapter"])
     assert adapter is not None
@@ -117,7 +116,7 @@ def merge_adapters(
     transformers = import_optional("transformers")
 
     base_weights = read_state(source)[BASE_WEIGHTS]
-    target = Path(os.path.abspath(destination))
+    target = files.local_path(destination)
     folder = local_folder(str(base or base_weights["path"]))
     if fingerprint(folder) != base_weights["fingerprint"]:
         raise CheckpointError(

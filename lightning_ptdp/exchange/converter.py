@@ -123,7 +123,9 @@ def kind_of_result(
     if target_kind in _MARKERS:
         # ``torch.save`` writes zip files.
         files.check_replaceable(
-            destination, marker=_MARKERS[target_kind], or_file=zipfile.is_zipfile(destination)
+            destination,
+            marker=_MARKERS[target_kind],
+            or_file=zipfile.is_zipfile(located(destination)),
         )
     return target_kind
 

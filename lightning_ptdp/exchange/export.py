@@ -5,7 +5,6 @@ Both sources provide rectangles of tensors to the same writer.
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -68,7 +67,7 @@ def to_huggingface(
             is left at ``destination``.
     """
     reader = TensorReader(source)
-    target = Path(os.path.abspath(destination))
+    target = files.local_path(destination)
     entries = {name: entry for name, entry in reader.tensors.items() if name.startswith(MODEL)}
     described = _described(source, config)
     items = described.items(entries, prefix=prefix, dtype=dtype, source=str(source))
@@ -94,6 +93,7 @@ def verify_export(
     Raises:
         CheckpointError: The folder and the checkpoint differ.
     """
+    folder = files.local_path(folder)
     with as_folder(source, target=folder) as stored:
         if prefix is None:
             prefix = common_prefix(

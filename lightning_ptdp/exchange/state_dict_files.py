@@ -6,7 +6,6 @@ Lightning writes a ``.ckpt`` file on one device.
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -143,7 +142,7 @@ def as_folder(source: PathLike, *, target: PathLike) -> Iterator[Place]:
     if not isinstance(place, Path) or not place.is_file():
         yield place
         return
-    parent = Path(os.path.abspath(target)).parent
+    parent = files.local_path(target).parent
     parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".ptdp-", dir=parent) as scratch:
         from_state_dict(place, Path(scratch) / place.name)

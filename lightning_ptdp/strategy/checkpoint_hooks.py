@@ -134,7 +134,7 @@ class CheckpointHooks(World):
                 if by_plugin:
                     super().save_checkpoint(checkpoint, filepath, storage_options)
                 elif self.global_rank == 0:
-                    write_file(checkpoint, Path(os.path.abspath(local_path(filepath))))
+                    write_file(checkpoint, local_path(filepath))
 
     @property
     def writes_file(self) -> bool:

@@ -215,7 +215,7 @@ def _open_file(path: PathLike, *, tied: Collection[str]) -> InMemory:
         CheckpointError: The file has no weights, or holds objects that cannot be read without
             trusting it.
     """
-    content = load_saved(Path(files.local_path(path)))
+    content = load_saved(files.local_path(path))
     if not isinstance(content, dict) or not isinstance(content.get("state_dict"), dict):
         raise CheckpointError(f"{path} cannot be read: it has no 'state_dict'")
     values = {

@@ -204,6 +204,15 @@ def test_file_is_not_replaced_by_folder(tmp_path):
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
 
 
+def test_target_may_be_given_as_file_address(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    _save(tmp_path / "c", LLAMA)
+    convert(f"file://{tmp_path}/c", f"file://{tmp_path}/out")
+    assert sorted(os.listdir(tmp_path)) == ["c", "out"]
+    with pytest.raises(CheckpointError, match="would change"):
+        convert(f"file://{tmp_path}/c", f"file://{tmp_path}/c/inside")
+
+
 def test_killed_writer_leaves_only_previous_folder(pool, tmp_path):
     with pytest.raises(WorkerFailure, match="the worker process died"):
         pool.run(_fail, world_size=2, args=(tmp_path / "out", "killed"))
