@@ -4,6 +4,7 @@ import os
 import pty
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -52,6 +53,23 @@ def test_lost_terminal_does_not_end_program(tmp_path):
     os.close(ours)
     run_without_reader("print('x' * 100000)", "survives", f"{tmp_path}/end", theirs)
     assert os.path.exists(f"{tmp_path}/end")
+
+
+def test_slow_reader_of_non_blocking_output_gets_all():
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    code = (
+        "from lightning_ptdp.base.output import survive_closed_output\n"
+        "survive_closed_output()\n"
+        "for _ in range(300): print('x' * 999, flush=True)"
+    )
+    with (
+        subprocess.Popen([sys.executable, "-c", code], stdout=writer),
+        open(reader, "rb") as stream,
+    ):
+        os.close(writer)
+        time.sleep(1.0)
+        assert len(stream.read()) == 300_000
 
 
 def test_closed_pipe_ends_unprotected_program(tmp_path):

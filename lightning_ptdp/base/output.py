@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import select
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TextIO
@@ -34,6 +35,9 @@ class _Survivor(io.RawIOBase):
     def write(self, data: Any) -> int:
         try:
             return os.write(self._descriptor, data)
+        except BlockingIOError:  # Another program, such as ssh, has made the terminal non-blocking.
+            select.select((), (self._descriptor,), ())
+            return self.write(data)
         except OSError:
             devnull = os.open(os.devnull, os.O_WRONLY)
             os.dup2(devnull, self._descriptor)
