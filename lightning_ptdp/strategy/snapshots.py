@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 
 from lightning_ptdp.callbacks.artifacts import checkpoint_dirs
-from lightning_ptdp.checkpoint import CheckpointError, complete_checkpoints, same_outcome
+from lightning_ptdp.checkpoint import CheckpointError, complete_checkpoints, files, same_outcome
 from lightning_ptdp.checkpoint.memory_folders import LINK, MemoryFolder, check_memory, in_memory
+from lightning_ptdp.checkpoint.metadata import METADATA_FILE
 from lightning_ptdp.checkpoint.save_agreement import from_rank_zero, gather, is_rank_zero, own_rank
 from lightning_ptdp.shims.lightning import StrategyBase, Trainer, dump_checkpoint
 from lightning_ptdp.strategy.saving import FolderSaves
@@ -225,8 +226,12 @@ def fetch_snapshot(
 def _copy(place: MemoryFolder, name: str, *, source: int, group: Any) -> None:
     sends = own_rank() == source
     target = place.path / name
-    part = place.path / f"{name}.tmp-{os.getpid():x}"
-    sizes = [{one.name: one.stat().st_size for one in target.iterdir()} if sends else {}]
+    part = files.part_name(target)
+    sizes: list[dict[str, int]] = [{}]
+    if sends:
+        # Without its metadata, an interrupted copy does not count as a snapshot.
+        ordered = sorted(target.iterdir(), key=lambda one: one.name == METADATA_FILE)
+        sizes = [{one.name: one.stat().st_size for one in ordered}]
     dist.broadcast_object_list(sizes, src=source, group=group)
     if not sends:
         place.create()

@@ -31,6 +31,7 @@ from lightning_ptdp.checkpoint import (
 from lightning_ptdp.checkpoint.files import SPARE
 from lightning_ptdp.checkpoint.memory_folders import LINK, MemoryFolder, check_memory
 from lightning_ptdp.strategy import PTDPStrategy
+from lightning_ptdp.strategy import snapshots as snapshots_module
 from lightning_ptdp.strategy.snapshots import check_nodes, fetch_snapshot
 from lightning_ptdp.world.layout import ParallelLayout
 from tests.checkpoint.layouts import replicated
@@ -343,6 +344,32 @@ def test_process_lost_while_removing_snapshots_leaves_nothing(shm, tmp_path, mon
         MemoryFolder.new(tmp_path).create()
         assert len([*shm.glob("*/*")]) == 1 + place.link.is_symlink(), calls
     assert calls > 6
+
+
+def test_interrupted_copy_to_another_node_is_no_snapshot(shm, tmp_path, monkeypatch):
+    """Files have their sizes before their values arrive."""
+    here, there = MemoryFolder.new(tmp_path / "here"), MemoryFolder.new(tmp_path / "there")
+    here.create()
+    save(here.path, 1)
+    iterdir = Path.iterdir
+    monkeypatch.setattr(Path, "iterdir", lambda folder: iter(sorted(iterdir(folder))))
+    files, chunks = [], []
+    send = SimpleNamespace(
+        broadcast_object_list=lambda sizes, **_: files.append(sizes[0]),
+        broadcast=lambda chunk, **_: chunks.append(chunk.clone()),
+    )
+    monkeypatch.setattr(snapshots_module, "dist", send)
+    snapshots_module._copy(here, "step-1", source=0, group=None)
+    left = iter(chunks[:-1])
+    receive = SimpleNamespace(
+        broadcast_object_list=lambda sizes, **_: sizes.__setitem__(0, files[0]),
+        broadcast=lambda chunk, **_: chunk.copy_(next(left)),
+    )
+    monkeypatch.setattr(snapshots_module, "dist", receive)
+    with pytest.raises(StopIteration):
+        snapshots_module._copy(there, "step-1", source=1, group=None)
+    assert len([*there.path.glob("*/*")]) == len(files[0])
+    assert there.steps() == {}
 
 
 def test_folder_is_created_while_another_run_removes_the_last_one(shm, tmp_path, monkeypatch):
