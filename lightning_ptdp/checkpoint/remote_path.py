@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import glob
 import os
 import re
 import time
@@ -160,8 +161,10 @@ class RemotePath(os.PathLike[str]):
 
     def remove(self) -> None:
         """Remove the object, or all objects below the address."""
+        # fsspec takes "[1]" in a name as a pattern, and would remove the objects that it matches.
+        exact = RemotePath(glob.escape(self.url))
         with contextlib.suppress(FileNotFoundError):
-            self._ask("removing", "rm", recursive=True)
+            exact._ask("removing", "rm", recursive=True)
 
     def unlink(self) -> None:
         """Remove the object."""

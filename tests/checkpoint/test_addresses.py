@@ -202,6 +202,16 @@ def test_copy_on_disk_is_the_same_checkpoint(store, tmp_path):
     assert re.fullmatch("save-[0-9a-f]{8}-[0-9a-f]{12}", folder)
 
 
+def test_discarding_does_not_match_names_as_patterns():
+    paths = [RemotePath(f"{ROOT}/{name}/last.ckpt") for name in ("lr[1]", "lr1", "lr*")]
+    for path in paths:
+        save(path, 1)
+    discard(paths[0])
+    assert [path.exists() for path in paths] == [False, True, True]
+    discard(paths[2])
+    assert [path.exists() for path in paths] == [False, True, False]
+
+
 def test_discarded_checkpoint_leaves_nothing(store):
     _save(LAST, 4)
     discard(LAST)
