@@ -233,10 +233,10 @@ def replacing(target: Path) -> Iterator[Path]:
     Raises:
         CheckpointError: The disk does not accept it.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
     part = part_name(target)
     lock = WriteLock(part)
     try:
+        target.parent.mkdir(parents=True, exist_ok=True)
         lock.take()
         yield part
         for path in (part, *part.rglob("*")):

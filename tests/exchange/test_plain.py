@@ -67,6 +67,12 @@ def test_round_trip_through_state_dict_or_lightning_file(checkpoint, tmp_path, n
     assert "optimizer_states" not in read_state(tmp_path / "back")
 
 
+def test_target_below_file_is_refused(checkpoint, tmp_path):
+    (tmp_path / "notes").write_text("")
+    with pytest.raises(CheckpointError, match=r"writing .*x\.pt failed: .*notes"):
+        convert(checkpoint, tmp_path / "notes" / "new" / "x.pt")
+
+
 def test_tied_parameters_stay_one_tensor_in_another_dtype(checkpoint, tmp_path):
     convert(checkpoint, tmp_path / "x.pt", dtype=torch.bfloat16)
     state = torch.load(tmp_path / "x.pt")
