@@ -168,6 +168,7 @@ class Boundary:
             run.begin_container(layer.container)
         if run.reached and not kwargs and len(args) == 1 and args[0] is run.output:
             return args, kwargs  # the usual case: skip the checks
+        run.follow_backward_hooks((args, kwargs))
         returned_ids = run.returned_ids()
 
         def change(path: Path, tensor: Tensor) -> Tensor:
@@ -205,6 +206,7 @@ class Boundary:
                 f"forward-mode differentiation), which cannot continue at block '{name}' on the "
                 "next pipeline stage. Use pipeline_parallel_size=1"
             )
+        run.follow_backward_hooks((args, kwargs))
         collected = run.collected
         extras = dict(run.known_extras())
         if (

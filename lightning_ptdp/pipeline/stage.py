@@ -283,7 +283,11 @@ class PipelineCut:
             block = self._model.get_submodule(layer.name)
             # Registered before the hook that may leave the step.
             watch_left(layer.name, block, placeholders)
+            # Prepended: it reads the model's arguments, not those that hooks on the block make of
+            # them.
             block.register_forward_pre_hook(
-                eager(block, partial(self._boundary.arguments, layer)), with_kwargs=True
+                eager(block, partial(self._boundary.arguments, layer)),
+                prepend=True,
+                with_kwargs=True,
             )
             block.register_forward_hook(eager(block, partial(self._boundary.returned, layer)))

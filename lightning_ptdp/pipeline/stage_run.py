@@ -11,7 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ptdp.pipeline.containers import BlockPlace
-from lightning_ptdp.pipeline.crossing import Crossing, Form, Path, StageError, rebuild, tensors_in
+from lightning_ptdp.pipeline.crossing import (
+    Crossing,
+    Form,
+    Path,
+    StageError,
+    rebuild,
+    substitute,
+    tensors_in,
+)
 from lightning_ptdp.pipeline.first_stage_values import (
     FirstStageValue,
     Origin,
@@ -19,6 +27,7 @@ from lightning_ptdp.pipeline.first_stage_values import (
     put_instead,
     replacement,
 )
+from lightning_ptdp.shims.torch import output_before_hooks
 from lightning_ptdp.shims.transformers import captured_outputs
 
 
@@ -119,6 +128,19 @@ class StageRun:
         return FirstStageValue.mark(
             torch.empty(0) if tensor is None else tensor.detach(), self.unsent
         )
+
+    def follow_backward_hooks(self, given: object) -> None:
+        """Let ``output`` be what the last block's backward hooks made of it, as in ``given``."""
+        replaced = {
+            edge: tensor
+            for _, tensor in tensors_in(given)
+            if (edge := output_before_hooks(tensor)) is not None
+        }
+        if replaced:
+            self.output = substitute(
+                self.output,
+                lambda _path, tensor: replaced.get((tensor.grad_fn, tensor.output_nr), tensor),
+            )
 
     def returned_ids(self) -> set[int]:
         """Return the ids of the tensors that the last block returned."""

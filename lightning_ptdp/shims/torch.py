@@ -251,6 +251,18 @@ def forward_pre_hooks(
     return module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs
 
 
+def output_before_hooks(tensor: torch.Tensor) -> tuple[object, int] | None:
+    """Return the graph's edge of the output that a module's backward hooks replaced by ``tensor``.
+
+    torch replaces the outputs of a module with such hooks after its forward hooks. The result is
+    None for any other tensor.
+    """
+    node = tensor.grad_fn
+    if node is None or node.name() != "BackwardHookFunctionBackward":
+        return None
+    return node.next_functions[tensor.output_nr]
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Return True if ``module.compile()`` was called.
 

@@ -89,6 +89,19 @@ class InPlace(Base):
         return x
 
 
+class Scaling(Narrowing):
+    """A user's hook on each block changes its input."""
+
+    def __init__(self):
+        super().__init__()
+        for layer in self.layers:
+            layer.register_forward_pre_hook(self.scale)
+
+    @staticmethod
+    def scale(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (2 * args[0], *args[1:])
+
+
 class PairBlock(Block):
     def forward(self, x, y):
         return self.mix(x, y), self.mix(y, x)
@@ -105,6 +118,21 @@ class Pair(Base):
         for layer in self.layers:
             x, y = layer(x, y)
         return x * y
+
+
+class BackwardHooked(Pair):
+    """A user's hook on each block changes the gradients of its inputs."""
+
+    def __init__(self):
+        super().__init__()
+        for layer in self.layers:
+            layer.register_full_backward_hook(self.halve)
+
+    @staticmethod
+    def halve(
+        module: nn.Module, grad_input: tuple[Tensor, ...], grad_output: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...]:
+        return tuple(gradient / 2 for gradient in grad_input)
 
 
 class NestBlock(Block):
@@ -255,7 +283,9 @@ class Uncalled(Base):
 MODELS = (
     Narrowing,
     InPlace,
+    Scaling,
     Pair,
+    BackwardHooked,
     Nest,
     Memory,
     FrozenMemory,
