@@ -133,6 +133,8 @@ class Boundary:
         if run is None:
             return output
         run.output = output
+        if run.training:
+            run.check_arguments(layer.name)
         if self.collects:
             run.outputs[layer.name] = output
         if not layer.is_followed:
@@ -167,6 +169,7 @@ class Boundary:
         if layer.container != run.container:
             run.begin_container(layer.container)
         if run.reached and not kwargs and len(args) == 1 and args[0] is run.output:
+            run.note_arguments(())  # nothing else reads them
             return args, kwargs  # the usual case: skip the checks
         run.follow_backward_hooks((args, kwargs))
         returned_ids = run.returned_ids()
@@ -179,6 +182,8 @@ class Boundary:
         if not run.reached:
             run.reached = True
             run.check_entrance(layer.name, (args, kwargs))
+        if run.training:
+            run.note_arguments((args, kwargs))
         return args, kwargs
 
     def leave(
@@ -222,6 +227,8 @@ class Boundary:
                 hidden_states[path] = tensor
             elif run.is_extra(name, path, tensor):
                 extras[path] = tensor
+            else:
+                run.check_unchanged(tensor)
         if not hidden_states:
             raise computed_between(name)
         extras = {path: tensor for path, tensor in extras.items() if path not in hidden_states}

@@ -67,6 +67,9 @@ class StageRun:
     true: Origin = field(default_factory=Origin)
     unsent: Origin = field(default_factory=lambda: Origin(why=NOT_PASSED))
     _given: dict[Path, list[Tensor]] = field(default_factory=dict)
+    _arguments: object = ()
+    _before: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
+    _changed: list[tuple[Tensor, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.container = self.place.container
@@ -192,6 +195,34 @@ class StageRun:
         put_instead(tensor, extra)
         return extra
 
+    def note_arguments(self, arguments: object) -> None:
+        """Note the arguments of a local block before its forward, in training."""
+        self._arguments = arguments
+        self._before = {
+            id(tensor): (tensor, tensor._version) for _, tensor in tensors_in(arguments)
+        }
+
+    def check_arguments(self, name: str) -> None:
+        """Check that block ``name`` has put no tensors into containers that it received.
+
+        Only what it returns is sent to the next stage. Tensors that it has changed in place are
+        noted: a block of the next stage must not receive them.
+        """
+        returned_ids = self.returned_ids()
+        for _, tensor in tensors_in(self._arguments):
+            if id(tensor) in returned_ids:
+                continue
+            if id(tensor) not in self._before:
+                raise changes_argument(name)
+            if tensor._version != self._before[id(tensor)][1] and not self.needs_gradient(tensor):
+                self._changed.append((tensor, name))
+
+    def check_unchanged(self, tensor: Tensor) -> None:
+        """Check that no block has changed ``tensor``, which the next stage computes itself."""
+        for changed, name in self._changed:
+            if tensor is changed:
+                raise changes_argument(name)
+
     def check_entrance(self, name: str, given: Sequence[object]) -> None:
         """Check that the first block of the stage gets exactly the tensors that were received.
 
@@ -286,4 +317,13 @@ def computed_between(name: str) -> StageError:
         f"the model computes something before block '{name}': the input of the block is not "
         "the output of the previous block. Move the computation into the blocks, or use "
         "pipeline_parallel_size=1"
+    )
+
+
+def changes_argument(name: str) -> StageError:
+    """Return the error for a block that changes what the next stage computes itself."""
+    return StageError(
+        f"block '{name}' changes a tensor, a list or a dictionary that it receives, and the next "
+        "pipeline stage does not get the change. Return the new value from the block and pass it "
+        "to the next block, or use pipeline_parallel_size=1"
     )

@@ -346,6 +346,75 @@ def test_unsupported_model_is_refused(model, words, training):
         stages.forward(ids(), training=training)
 
 
+class FillingBlock(Block):
+    def forward(self, x, other=None):
+        other["seen"].append(x.detach().mean())
+        return self.mix(x, x)
+
+
+class Filling(Base):
+    """Blocks append to a list that they receive."""
+
+    def __init__(self):
+        super().__init__(FillingBlock)
+
+    def run_blocks(self, x, ids):
+        state = {"seen": []}
+        for layer in self.layers:
+            x = layer(x, state)
+        return x + sum(state["seen"])
+
+
+class HaltingBlock(Block):
+    def forward(self, x, other=None):
+        output = self.mix(x, x * other.logical_not().unsqueeze(-1))
+        other |= x.detach().mean(-1) > 0
+        return output
+
+
+class Halting(Base):
+    """Blocks change a mask that they receive."""
+
+    def __init__(self):
+        super().__init__(HaltingBlock)
+
+    def run_blocks(self, x, ids):
+        halted = ids < 0
+        for layer in self.layers:
+            x = layer(x, halted)
+        return x + halted.unsqueeze(-1)
+
+
+@pytest.mark.parametrize("model", [Filling, Halting])
+def test_block_that_changes_an_argument_is_refused(model):
+    with pytest.raises(StageError, match=r"block 'layers\.0' changes a tensor"):
+        Emulated(build(model)).forward(ids(), training=True)
+
+
+class ChangingBlock(Block):
+    def forward(self, state):
+        state["x"] = self.mix(state["x"], state["x"])
+        state["count"].add_(1)
+        return state
+
+
+class Changing(Base):
+    """Blocks change the dictionary and the tensor that they receive, and return them."""
+
+    def __init__(self):
+        super().__init__(ChangingBlock)
+
+    def run_blocks(self, x, ids):
+        state = {"x": x, "count": torch.zeros(())}
+        for layer in self.layers:
+            state = layer(state)
+        return state["x"] + state["count"]
+
+
+def test_block_may_change_what_it_returns():
+    as_the_whole(Changing)
+
+
 def test_forward_outside_of_step_is_refused():
     stages = Emulated(build(Memory))
     for part in stages.parts:
