@@ -133,7 +133,6 @@ class _Step:
         posted: Posted receives, by the action that requested them.
         handed: Results, by the send that will take them, or, if the next stage is on the same rank,
             by the receive that would otherwise take them.
-        awaited: Gradients whose receives have not been posted yet.
         sent: Forms of the gradients that come back for each forward.
     """
 
@@ -147,7 +146,6 @@ class _Step:
     roots: dict[_Key, Roots] = field(default_factory=dict)
     deferred: dict[_Key, WeightGradients] = field(default_factory=dict)
     sent: dict[_Key, tuple[TensorForm, ...]] = field(default_factory=dict)
-    awaited: list[_Key] = field(default_factory=list)
 
     def handlers(self) -> dict[ActionKind, Callable[[int, int], None]]:
         """Return the functions that run an action, called with its stage and microbatch."""
@@ -212,7 +210,6 @@ class _Step:
             # Keep only the graph's edges of a sent crossing, so that its memory can be freed.
             roots = result.roots() if training else ()
             self.sent[key] = result.awaited
-            self._post_awaited()
             self._hand(ActionKind.FORWARD, stage, microbatch, result)
         if training:
             self.inputs[key] = received
@@ -277,22 +274,15 @@ class _Step:
         )
 
     def _receive_backward(self, stage: int, microbatch: int) -> None:
-        self.awaited.append((stage, microbatch))
-        self._post_awaited()
-
-    def _post_awaited(self) -> None:
-        """Post the receives of gradients in program order, as far as their shapes are known.
-
-        A gradient has the shape of the hidden state that was sent. If a backward directly follows
-        its own forward, the schedule requests the receive before that forward has run.
-        """
-        while self.awaited and self.awaited[0] in self.sent:
-            stage, microbatch = key = self.awaited.pop(0)
-            action_name = f"B{stage}.{microbatch}"
-            source = self._rank_of(stage + 1)
-            awaited = self.sent.pop(key)
-            receipt = self._transport.receive_backward(action_name, source=source, awaited=awaited)
-            self.posted[ActionKind.RECEIVE_BACKWARD, stage, microbatch] = receipt
+        # A gradient has the shape of the hidden state that was sent. Its receive is not posted
+        # before the stage's own forward (lowering.py).
+        self.posted[ActionKind.RECEIVE_BACKWARD, stage, microbatch] = (
+            self._transport.receive_backward(
+                f"B{stage}.{microbatch}",
+                source=self._rank_of(stage + 1),
+                awaited=self.sent.pop((stage, microbatch)),
+            )
+        )
 
 
 def _reductions(program: Sequence[Action], *, adds_consecutive: bool) -> _Reductions:
