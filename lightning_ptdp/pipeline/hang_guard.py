@@ -260,7 +260,8 @@ def keep_flight_record(rank: int) -> str:
         path = Path(tempfile.gettempdir(), f"ptdp-flight-recorder-{os.getuid()}", f"rank_{rank}")
         path.parent.mkdir(mode=0o700, exist_ok=True)
         temp_path = path.with_name(f".{path.name}.{os.getpid()}")
-        temp_path.write_bytes(flight_record())
+        with temp_path.open("xb") as file:  # never through a link in a folder of another user
+            file.write(flight_record())
         # Atomic: another job of this user on this machine may read or write the file now.
         return str(temp_path.replace(path))
 

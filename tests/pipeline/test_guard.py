@@ -15,7 +15,12 @@ from typing import Any
 
 import pytest
 
-from lightning_ptdp.pipeline.hang_guard import GuardObservation, HangGuard, HangJudge
+from lightning_ptdp.pipeline.hang_guard import (
+    GuardObservation,
+    HangGuard,
+    HangJudge,
+    keep_flight_record,
+)
 from lightning_ptdp.pipeline.rank_status import LOST, Heard, LiveStatus
 from tests.pipeline.lost_ranks import train, work
 from tests.pipeline.watched import HANGS_S, join_world
@@ -320,6 +325,19 @@ def test_hung_rank_ends_and_reports_reason(victim, how, why, tmp_path):
 def test_long_user_code_is_not_a_hang(tmp_path):
     code, said = _ends(tmp_path, 0, work)
     assert (code, (tmp_path / "0.txt").exists()) == (0, True), said
+
+
+def test_flight_record_is_not_written_through_a_link(tmp_path, monkeypatch):
+    """Another user may own the folder in a shared /tmp, and prepare links in it."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = tmp_path / f"ptdp-flight-recorder-{os.getuid()}"
+    folder.mkdir()
+    victim = tmp_path / "victim"
+    victim.write_text("kept")
+    (folder / f".rank_0.{os.getpid()}").symlink_to(victim)
+    assert keep_flight_record(0) == ""
+    assert victim.read_text() == "kept"
+    assert pickle.loads(Path(keep_flight_record(1)).read_bytes())["version"]
 
 
 def test_closing_guard_ends_its_thread():
