@@ -123,8 +123,8 @@ class Boundary:
             if f"{name}.".startswith(f"{block}.")
         )
 
-    def returned(self, layer: Layer, _module: nn.Module, _args: object, output: object) -> object:
-        """Return the value to pass on after ``layer``, a local block, has returned ``output``.
+    def returned(self, _module: nn.Module, _args: object, output: object) -> object:
+        """Return the value to pass on after a local block has returned ``output``.
 
         Raises:
             StageExit: The stage ends here, at the end of a container.
@@ -132,6 +132,8 @@ class Boundary:
         run = self.run
         if run is None:
             return output
+        layer = run.layer
+        assert layer is not None
         run.output = output
         if run.training:
             run.check_arguments(layer.name)
@@ -156,9 +158,15 @@ class Boundary:
             self.run.seen.append([name, position, output])
 
     def arguments(
-        self, layer: Layer, _module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+        self,
+        layers: Mapping[int, Sequence[Layer]],
+        _module: nn.Module,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
     ) -> Arguments:
-        """Return the arguments for ``layer``, a local block, in place of ``args`` and ``kwargs``.
+        """Return the arguments for a local block in place of ``args`` and ``kwargs``.
+
+        ``layers`` are its layers on each local stage.
 
         Raises:
             StageError: An argument has a value that this stage cannot know.
@@ -166,6 +174,7 @@ class Boundary:
         run = self.run
         if run is None:  # a recomputation in the backward
             return substitute(args, _recalled), substitute(kwargs, _recalled)
+        layer = run.begin_layer(layers)
         if layer.container != run.container:
             run.begin_container(layer.container)
         if run.reached and not kwargs and len(args) == 1 and args[0] is run.output:

@@ -22,7 +22,7 @@ from typing import Any
 from torch import nn
 
 from lightning_ptdp.pipeline.boundary import Boundary
-from lightning_ptdp.pipeline.containers import ModelParts, layers_of, places_of
+from lightning_ptdp.pipeline.containers import Layer, ModelParts, layers_of, places_of
 from lightning_ptdp.pipeline.crossing import Crossing, Form, StageError, StageExit
 from lightning_ptdp.pipeline.first_stage_values import known
 from lightning_ptdp.pipeline.placeholders import (
@@ -106,10 +106,10 @@ class PipelineCut:
         self._early = [
             slot for slot in self._slots if isinstance(slot.earlier, Stub) and slot not in remote
         ]
-        self._local = [layer for stage in stages for layer in self._layers[slice(*ranges[stage])]]
+        local = [layer for stage in stages for layer in self._layers[slice(*ranges[stage])]]
         # Collected now: hooks added later by keyed dropout and tensor parallelism are not the
         # user's.
-        hooked = [(layer.name, True) for layer in self._local]
+        hooked = [(layer.name, True) for layer in local]
         hooked += [(slot.name, False) for slot in self._early]
         self._hooks = [
             hooks
@@ -279,15 +279,22 @@ class PipelineCut:
             # leaves the step at the end of a container.
             install_capture(self._model)
         placeholders = self.earlier_blocks
-        for layer in self._local:
-            block = self._model.get_submodule(layer.name)
+        # A module may be several layers.
+        blocks: dict[nn.Module, dict[int, list[Layer]]] = {}
+        for stage in self.stages:
+            for layer in self._layers[slice(*self.ranges[stage])]:
+                block = self._model.get_submodule(layer.name)
+                blocks.setdefault(block, {}).setdefault(stage, []).append(layer)
+        for block, layers in blocks.items():
+            first = next(iter(layers.values()))[0]
             # Registered before the hook that may leave the step.
-            watch_left(layer.name, block, placeholders)
+            watch_left(first.name, block, placeholders)
             # Prepended: it reads the model's arguments, not those that hooks on the block make of
             # them.
             block.register_forward_pre_hook(
-                eager(block, partial(self._boundary.arguments, layer)),
+                eager(block, partial(self._boundary.arguments, layers)),
                 prepend=True,
                 with_kwargs=True,
             )
-            block.register_forward_hook(eager(block, partial(self._boundary.returned, layer)))
+            # A partial, because a compiler notes on it that it is excluded.
+            block.register_forward_hook(eager(block, partial(self._boundary.returned)))

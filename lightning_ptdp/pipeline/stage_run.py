@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_ptdp.pipeline.containers import BlockPlace
+from lightning_ptdp.pipeline.containers import BlockPlace, Layer
 from lightning_ptdp.pipeline.crossing import (
     Crossing,
     Form,
@@ -44,6 +44,7 @@ class StageRun:
         container: The container whose blocks are called.
         begun: Whether that container began on this stage, not on an earlier one.
         reached: Whether one of its blocks was called here.
+        layer: Layer whose block was called last.
         output: Output of the last block.
         past: Outputs of the last blocks of the containers that have ended.
         outputs, seen, captured: Values collected over the blocks: outputs of blocks, inputs of
@@ -58,6 +59,7 @@ class StageRun:
     container: int = field(init=False)
     begun: bool = True
     reached: bool = False
+    layer: Layer | None = None
     output: Any = None
     past: tuple[Form, ...] = ()
     outputs: dict[str, Any] = field(default_factory=dict)
@@ -67,6 +69,7 @@ class StageRun:
     true: Origin = field(default_factory=Origin)
     unsent: Origin = field(default_factory=lambda: Origin(why=NOT_PASSED))
     _given: dict[Path, list[Tensor]] = field(default_factory=dict)
+    _called: set[str] = field(default_factory=set)
     _arguments: object = ()
     _before: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
     _changed: list[tuple[Tensor, str]] = field(default_factory=list)
@@ -87,6 +90,16 @@ class StageRun:
         )
         self.begun = not self.place.inside
         self.output = self.received_output if self.place.inside else None
+
+    def begin_layer(self, layers: Mapping[int, Sequence[Layer]]) -> Layer:
+        """Return the layer as which a block is called.
+
+        ``layers`` are the block's layers on each local stage, each called once and in order.
+        """
+        here = layers.get(self.stage) or next(iter(layers.values()))
+        self.layer = next((layer for layer in here if layer.name not in self._called), here[-1])
+        self._called.add(self.layer.name)
+        return self.layer
 
     def begin_container(self, container: int) -> None:
         """Start another container, whose blocks are called from now on."""

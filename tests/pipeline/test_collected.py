@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
 
 from lightning_ptdp.pipeline.crossing import StageError
 from tests.pipeline.crossing_models import (
@@ -55,6 +56,19 @@ class Routers(Base):
             losses = losses + router["loss"]
             chosen.append(router["chosen"])
         return x + losses + sum((k + 1) * c for k, c in enumerate(chosen)).unsqueeze(-1)
+
+
+class Repeated(AllHidden):
+    """Each module is two layers, both of one stage."""
+
+    def __init__(self):
+        super().__init__()
+        first, *_, last = self.layers
+        self.layers = nn.ModuleList([first, first, last, last])
+
+
+def test_module_that_is_several_layers_has_an_output_for_each():
+    as_the_whole(Repeated, collects=True, ranges=((0, 2), (2, 4)))
 
 
 class Hooked(Base):

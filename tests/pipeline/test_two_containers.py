@@ -184,6 +184,23 @@ def test_evaluation_without_prior_training_matches_whole_model(model, context):
             torch.testing.assert_close(found, whole(*ids), **EXACT)
 
 
+class Repeated(EncoderDecoder):
+    """All layers of the encoder are one module."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.ModuleList([self.encoder[0]] * 3)
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+def test_module_that_is_several_layers_runs_as_each(cut):
+    whole = build(Repeated)
+    ids = batch(Repeated)
+    stages = Emulated(whole, ranges(cut), blocks=("encoder", "decoder"))
+    found = stages.forward(*ids, training=True)
+    torch.testing.assert_close(found, whole(*ids), **EXACT)
+
+
 class UsedBehind(EncoderDecoder):
     """The memory is used after the decoder but not passed to its blocks."""
 
