@@ -212,7 +212,7 @@ class StageRun:
         """Note the arguments of a local block before its forward, in training."""
         self._arguments = arguments
         self._before = {
-            id(tensor): (tensor, tensor._version) for _, tensor in tensors_in(arguments)
+            id(tensor): (tensor, _version(tensor)) for _, tensor in tensors_in(arguments)
         }
 
     def check_arguments(self, name: str) -> None:
@@ -227,7 +227,8 @@ class StageRun:
                 continue
             if id(tensor) not in self._before:
                 raise changes_argument(name)
-            if tensor._version != self._before[id(tensor)][1] and not self.needs_gradient(tensor):
+            is_changed = _version(tensor) != self._before[id(tensor)][1]
+            if is_changed and not self.needs_gradient(tensor):
                 self._changed.append((tensor, name))
 
     def check_unchanged(self, tensor: Tensor) -> None:
@@ -322,6 +323,11 @@ NOT_PASSED = (
 
 def _place(path: Path) -> str:
     return f"argument {path[0]}" if isinstance(path[0], int) else f"'{path[0]}'"
+
+
+def _version(tensor: Tensor) -> int:
+    """Return the number of changes in place; a mask kept from a validation has no counter."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def computed_between(name: str) -> StageError:

@@ -391,6 +391,33 @@ def test_block_that_changes_an_argument_is_refused(model):
         Emulated(build(model)).forward(ids(), training=True)
 
 
+class AddingBlock(Block):
+    def forward(self, x, other=None):
+        return self.mix(x, x + other)
+
+
+class KeptMask(Base):
+    """The mask is computed once, which may be during an evaluation."""
+
+    def __init__(self):
+        super().__init__(AddingBlock)
+        self.mask = None
+
+    def run_blocks(self, x, ids):
+        if self.mask is None:
+            self.mask = torch.ones(ids.size(1), 1, dtype=x.dtype)
+        for layer in self.layers:
+            x = layer(x, self.mask)
+        return x
+
+
+def test_mask_kept_from_an_evaluation_is_accepted():
+    stages = Emulated(build(KeptMask))
+    with torch.inference_mode():
+        expected = stages.forward(ids(), training=False)
+    torch.testing.assert_close(stages.forward(ids(), training=True), expected)
+
+
 class ChangingBlock(Block):
     def forward(self, state):
         state["x"] = self.mix(state["x"], state["x"])
