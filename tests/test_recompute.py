@@ -358,6 +358,38 @@ def test_offloaded_blocks_are_released_and_prefetched(layers, monkeypatch):
         assert torch.equal(found.grad, p.grad)
 
 
+class Force(nn.Module):
+    """Computes a gradient with respect to the model's input, through the blocks before."""
+
+    def forward(self, x, source):
+        return torch.autograd.grad(x.square().sum(), source, create_graph=True)[0]
+
+
+class Dense(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x, source):
+        return self.layer(x).tanh()
+
+
+def test_backward_inside_block_reads_offloaded_blocks():
+    def gradients(policy):
+        torch.manual_seed(0)
+        blocks = nn.ModuleList([Dense(), Dense(), Dense(), Force()])
+        apply_recomputation(blocks, policy=policy, blocks="")
+        source = torch.randn(5, 8, requires_grad=True)
+        x = source
+        for block in blocks:
+            x = block(x, source)
+        x.sum().backward()
+        return [parameter.grad for parameter in blocks.parameters()]
+
+    for found, expected in zip(gradients("offload"), gradients("none"), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 def kept_with_parts(rank):
     group = tensor_group(rank)
     found = []

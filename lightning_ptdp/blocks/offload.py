@@ -231,11 +231,15 @@ class _Block:
                 storage.host.copy_(storage.on_device, non_blocking=True)
 
     def release(self) -> None:
-        """Release the memory of tensors that have been copied."""
+        """Release the memory of tensors that have been copied.
+
+        A backward inside the next block's forward may have fetched them already; then they stay.
+        """
         if self._done is not None:
             torch.cuda.current_stream(self.staying.device).wait_event(self._done)
-        for storage in self._leaving:
-            storage.device = None
+        if not self._wanted:
+            for storage in self._leaving:
+                storage.device = None
         self._leaving = []
 
     def fetch(self) -> None:
