@@ -127,22 +127,30 @@ class Bucket:
         return self.reduction.inner.rank * self.buffer.numel() if self.is_sharded else 0
 
     @cached_property
-    def _offset_of(self) -> dict[int, int]:
-        return {
-            id(managed.parameter): offset
-            for managed, offset in zip(self.parameters, self.offsets, strict=True)
-        }
+    def _index_of(self) -> dict[int, int]:
+        return {id(managed.parameter): index for index, managed in enumerate(self.parameters)}
 
+    @torch.no_grad()
     def collect(self, parameter: Tensor) -> None:
-        """Move a parameter's gradient to those that the next sum takes, if they are sharded."""
+        """Move a parameter's gradient to those that the next sum takes.
+
+        Usually it is there. It is not if gradients are sharded, or if a backward with
+        ``create_graph=True`` or a hook of the user's has replaced ``.grad``.
+        """
         gradient = parameter.grad
-        if gradient is None or not self.is_sharded:
+        if gradient is None:
             return
-        offset = self._offset_of[id(parameter)]
-        with torch.no_grad():
-            if self.unsummed is None:
-                self.unsummed = self.buffer.new_zeros(self.size)
-            self.unsummed[offset : offset + parameter.numel()].view(parameter.shape).add_(gradient)
+        index = self._index_of[id(parameter)]
+        if not self.is_sharded:
+            view = self.views[index]
+            if gradient is not view:
+                view.copy_(gradient)
+                parameter.grad = view
+            return
+        if self.unsummed is None:
+            self.unsummed = self.buffer.new_zeros(self.size)
+        offset = self.offsets[index]
+        self.unsummed[offset : offset + parameter.numel()].view(parameter.shape).add_(gradient)
         parameter.grad = None
 
     def start_sum(self) -> PendingReduction:

@@ -152,13 +152,25 @@ class GradientBuckets:
         self._launch_full()
 
     def complete(self, parameter: Tensor) -> None:
-        """Record that the gradient of ``parameter``, one of the ``awaited``, is complete."""
+        """Record that the gradient of ``parameter``, one of the ``awaited``, is complete.
+
+        Raises:
+            ValueError: Gradients arrive after their sum has started, because the backward
+                completes a gradient twice.
+        """
         self._arrived.add(id(parameter))
         bucket = self._home[id(parameter)]
         bucket.collect(parameter)
         if bucket.pending is not None:
-            bucket.pending -= 1
-            if bucket.pending <= 0:
+            if bucket.pending == 0 and bucket.state is not GradientState.ACCUMULATING:
+                name = next(m.name for m in bucket.parameters if m.parameter is parameter)
+                raise ValueError(
+                    f"the gradient of '{name}' arrives after its sum over the replicas has started, "
+                    "because the backward computes it several times. For layers that share "
+                    "parameters, use torch.utils.checkpoint with use_reentrant=False"
+                )
+            bucket.pending = max(0, bucket.pending - 1)
+            if bucket.pending == 0:
                 self._launch_full()
 
     def reduce(self, chunk: int | None, *, last: bool = True) -> None:

@@ -192,14 +192,18 @@ class Gradients:
             value.grad = gradient  # for Lightning to clear, or not
 
     @contextlib.contextmanager
-    def reduce(self) -> Iterator[None]:
-        """Sum gradients over the replicas during Lightning's own backward in this context."""
+    def reduce(self, *, overlaps: bool) -> Iterator[None]:
+        """Sum gradients over the replicas during Lightning's own backward in this context.
+
+        Without ``overlaps`` the sums begin after it, because it may be several backwards.
+        """
         if self._store is None:
             yield
             return
         store = self.start()
         last = not self.accumulates
-        store.expect(0, last=last)
+        if overlaps:
+            store.expect(0, last=last)
         with self._computing():
             yield
         if last:

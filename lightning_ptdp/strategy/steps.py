@@ -86,8 +86,9 @@ class StepHooks(CheckpointHooks):
             closure_loss = plugin.pre_backward(
                 self.engine.optimization.scaled(closure_loss), module
             )
+            overlaps = not self._names.is_overridden("backward", module)
             with self._during("step"), contextlib.ExitStack() as stack:
-                stack.enter_context(self.engine.gradients.reduce())
+                stack.enter_context(self.engine.gradients.reduce(overlaps=overlaps))
                 plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
                 with self.run.watchdog.counting(OTHER_REPLICAS):
                     stack.pop_all().close()
