@@ -7,6 +7,7 @@ values.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from types import GetSetDescriptorType
 from typing import Any
@@ -30,6 +31,11 @@ class AbsentParameter(nn.Parameter):
     """A parameter without values."""
 
     _ptdp_access: Access
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return a copy of the parameter with its values, which has the parameter's own class."""
+        self._ptdp_access("deepcopy")
+        return copy.deepcopy(self, memo)
 
     @classmethod
     def __torch_function__(

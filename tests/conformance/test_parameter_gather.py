@@ -1,5 +1,6 @@
 """Parameters of a sharded optimizer that are read before they have arrived."""
 
+import copy
 from contextlib import nullcontext
 from unittest import mock
 
@@ -80,6 +81,13 @@ class Monitor(LitNet):
         assert torch._foreach_norm(list(self.parameters()))[0].isfinite()
 
 
+class Copies(LitNet):
+    """Uses a copy of its layers between the steps, such as the best ones so far."""
+
+    def on_train_batch_end(self, *_):
+        assert copy.deepcopy(self.net)(torch.ones(1, FEATURES)).isfinite()
+
+
 class Spare(LitNet):
     """Has a layer that no step uses."""
 
@@ -126,6 +134,7 @@ def fit(rank, place, module, late, averages):
         (Scripted, {}, True, False),
         (Scripted, {"shard": "parameters"}, False, False),
         (Monitor, {}, False, False),
+        (Copies, {}, True, False),
         (Spare, {}, True, False),
         (OwnClass, {}, True, False),
         (LitNet, {}, True, True),
