@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_ptdp.parameters.managed_parameter import ManagedParameter
@@ -33,19 +34,15 @@ class FullMatrices:
         self._pieces = group.gather([managed.placement.pieces for managed in parameters])
         self._numbers = {managed: number for number, managed in enumerate(parameters)}
         self._gradients = {managed: managed.gradient for managed in parameters}
-        self._values: dict[ManagedParameter, Tensor] = {}
-        stepped = []
+        local = []
         for managed in parameters:
             assert managed.stepped is not None
-            stepped.append(managed.stepped.detach())
-            self._values[managed] = stepped[-1] if managed.rounded is None else managed.rounded
-        for managed, full in zip(parameters, self._gathered(parameters, stepped), strict=True):
+            local.append(managed.stepped.detach())
+        full_tensors = self._gathered(parameters, local)
+        for managed, values, full in zip(parameters, local, full_tensors, strict=True):
             placement = _full_placement(managed, first=group.rank == 0)
-            managed.step_on(nn.Parameter(full), placement, rounded=managed.rounded)
-        self._versions = self._current_versions()
-
-    def _current_versions(self) -> list[int]:
-        return [managed.parameter._version for managed in self._numbers]
+            rounded = values if managed.rounded is None else managed.rounded
+            managed.step_on(nn.Parameter(full), placement, rounded=rounded)
 
     def __contains__(self, managed: ManagedParameter) -> bool:
         """Return True if this object replaces the tensor of ``managed``."""
@@ -68,25 +65,34 @@ class FullMatrices:
 
     def publish(self) -> None:
         """Take this rank's parts of the stepped parameters."""
-        for managed, values in self._values.items():
-            assert managed.stepped is not None
-            values.copy_(slice_full(managed.stepped, managed.placement))
-        self._versions = self._current_versions()
+        for managed in self._numbers:
+            rounded, stepped = _tensors(managed)
+            rounded.copy_(slice_full(stepped, managed.placement))
 
     def take_values(self) -> None:
-        """Take what the user's step, which is that of all ranks, has written since ``publish``."""
-        if self._versions != self._current_versions():
+        """Take what the user's code has written since ``publish``; collective.
+
+        The values are compared, because a write through ``.data`` leaves no other trace.
+        """
+        if not self._numbers:
+            return
+        differences = []
+        for managed in self._numbers:
+            rounded, stepped = _tensors(managed)
+            published = slice_full(stepped, managed.placement).to(rounded.dtype)
+            differences.append((published != rounded).any())
+        written = torch.stack(differences).any().to(torch.int32)
+        dist.all_reduce(written, op=dist.ReduceOp.MAX, group=self._group.handle)
+        if written:
             self.reload()
 
     def reload(self) -> None:
         """Update the full parameters where this rank's parts were changed outside; collective."""
-        parameters = list(self._values)
-        changed = [values.float() for values in self._values.values()]
+        parameters = list(self._numbers)
+        changed = [_tensors(managed)[0] for managed in parameters]
         for managed, full in zip(parameters, self._gathered(parameters, changed), strict=True):
-            stepped = managed.stepped
-            assert stepped is not None
-            dtype = self._values[managed].dtype
-            kept = stepped.to(dtype) == full.to(dtype)
+            rounded, stepped = _tensors(managed)
+            kept = stepped.to(rounded.dtype) == full.to(rounded.dtype)
             stepped.data.copy_(torch.where(kept, stepped, full.to(stepped.dtype)))
 
     @torch.no_grad()
@@ -112,6 +118,13 @@ class FullMatrices:
             full_tensors.append(full)
             begin += tensor.numel()
         return full_tensors
+
+
+def _tensors(managed: ManagedParameter) -> tuple[Tensor, Tensor]:
+    """Return this rank's part of a parameter, and the full one."""
+    assert managed.rounded is not None
+    assert managed.stepped is not None
+    return managed.rounded, managed.stepped
 
 
 def _full_placement(managed: ManagedParameter, *, first: bool) -> Placement:

@@ -35,7 +35,7 @@ class ManagedParameter:
             on the host), or a flat part of either; None if other ranks step on all of it.
         stepped_placement: Place of ``stepped`` in the full tensor.
         rounded: The part of the parameter that receives ``stepped`` after a step; None if
-            ``stepped`` is no main copy.
+            ``stepped`` is no copy.
         gradient: The gradient of ``stepped``, a part of a bucket; None if it is the parameter's.
     """
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.conformance.blocks import LAYOUTS, LitBlocks, batches
 from tests.conformance.toys import DDP, ONE, LitNet, Place, assert_weights, loader, make_trainer
 from tests.conformance.toys import weights as weights_of
 from tests.letters import Z
@@ -80,3 +81,36 @@ def test_optimizer_continues_from_written_values(
     tolerance = 1e-6 if precision == "32-true" else 2e-3
     for ours, theirs in zip(found, expected, strict=True):
         assert_weights(ours, theirs, tolerance=tolerance)
+
+
+class ClipsMatrices(LitBlocks):
+    """Limits matrices that its optimizer steps on as a whole."""
+
+    writes = ""
+
+    def matrices(self):
+        return [p for p in self.h.parameters() if p.dim() == 2]
+
+    def on_train_batch_end(self, *_):
+        for p in self.matrices():
+            if self.writes == "data":
+                p.data.clamp_(-LIMIT, LIMIT)
+            else:
+                p.data = p.detach().clamp(-LIMIT, LIMIT)
+
+    def configure_optimizers(self):
+        return torch.optim.Adafactor(self.matrices(), lr=1e-2)
+
+
+def fit_matrices(rank, place, writes):
+    module = ClipsMatrices()
+    module.writes = writes
+    trainer = make_trainer(place, use_distributed_sampler=False)
+    trainer.fit(module, batches(place, rank))
+    return weights_of(trainer)
+
+
+@pytest.mark.parametrize("writes", ["data", "assigned"])
+def test_full_matrices_continue_from_written_values(writes, conformance):
+    for found, expected in conformance.pairs(fit_matrices, LAYOUTS["t2"], writes):
+        assert_weights(found, expected)
