@@ -72,6 +72,7 @@ class Gradients:
         self.accumulates = self.reduces = False
         self.clears = True
         self._open = False
+        self._counts: bool | None = None  # whether the batches of the accumulation weigh tokens
         self._left: dict[Tensor, Tensor] = {}
         self._unused = UnusedGradients(parameters, count=count, mesh=mesh, device=device)
 
@@ -146,6 +147,7 @@ class Gradients:
                 self._parameters[changed[0]].name, changed[0].requires_grad, accumulating=keep
             )
         if not keep:
+            self._counts = None
             # Gradients that were not cleared are already summed over the replicas. They are set
             # aside until the batch's gradients are summed too.
             uncleared = {} if self.clears else _gradients(self._stepped_on())
@@ -160,17 +162,19 @@ class Gradients:
         self.reduces = not self.accumulates and not self._store.has_weighed
         return self._store
 
-    def finish(self, *, counted: bool, scale: float | None) -> None:
+    def finish(self, *, counted: bool | None, scale: float | None) -> None:
         """Complete the sums of a batch's gradients after a schedule; leave ``.grad`` empty.
 
         Lightning must not see the gradients before ``set_grad``.
 
         Args:
             counted: True if the batch weighs its tokens, so that its gradients still need scaling.
+                None: it was skipped and has no gradients.
             scale: The scaling factor; None: no token was counted.
 
         Raises:
-            ValueError: The step has changed ``requires_grad`` of a parameter.
+            ValueError: The step has changed ``requires_grad`` of a parameter, or only some batches
+                of an accumulation weigh their tokens.
         """
         store = self._store
         assert store is not None
@@ -180,6 +184,15 @@ class Gradients:
                 f"{parameter.requires_grad} in training_step, which runs for each microbatch after "
                 "the batch has begun. Change it in on_train_batch_start"
             )
+        if counted is None:
+            counted = store.has_weighed
+        elif self._counts not in (None, counted):
+            raise ValueError(
+                "training_step returned num_tokens for some of the batches whose gradients are "
+                "accumulated, so these cannot be weighed. Return it for all of them, or for none"
+            )
+        else:
+            self._counts = counted
         if self.reduces:
             store.finish(scale)
         else:

@@ -257,7 +257,8 @@ class Engine:
         )
         self.optimization.factor = 1 / replicas
         with self._watchdog.counting(OTHER_REPLICAS):
-            self.gradients.finish(counted=report.counted, scale=scale)
+            counted = None if job.skipped else report.counted
+            self.gradients.finish(counted=counted, scale=scale)
         if job.skipped:
             # Lightning will not run the backward; the gradients of the earlier batches stay.
             self.gradients.set_grad()
