@@ -356,10 +356,11 @@ class _Notes(TorchDispatchMode):
         """Record the wait of an operation on both devices, or refuse it."""
         name = function.overloadpacket.__name__
         if name == "copy_":
-            if not (len(args) > 2 and args[2]) and not kwargs.get("non_blocking"):
-                self._memory.waits.note(
-                    "copy to the host" if self._memory.has(args[1]) else "copy from the host"
-                )
+            to_host = self._memory.has(args[1])
+            # The host changes the dtype, after a copy to memory that is not locked.
+            changes = to_host and args[0].dtype != args[1].dtype
+            if changes or (not (len(args) > 2 and args[2]) and not kwargs.get("non_blocking")):
+                self._memory.waits.note("copy to the host" if to_host else "copy from the host")
         elif name in _INDEXES:
             self._memory.waits.note("copy from the host")
         elif function.namespace != "c10d":

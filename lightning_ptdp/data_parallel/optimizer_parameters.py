@@ -316,12 +316,13 @@ class OptimizerParameters:
     def _like(stepped: Tensor, values: Tensor, *, copy: bool = False) -> Tensor:
         """Return ``values`` with the dtype and on the device of ``stepped``.
 
-        A copy to the host is queued, to memory that is locked for it.
+        A copy to the host is queued, to memory that is locked for it. The device changes the dtype,
+        because the host would read memory that is not locked while the copy may still run.
         """
         if stepped.device == values.device:
             return values.to(stepped.dtype, copy=copy)
         target = torch.empty(values.shape, dtype=stepped.dtype, pin_memory=True)
-        return target.copy_(values, non_blocking=True)
+        return target.copy_(values.to(stepped.dtype), non_blocking=True)
 
 
 def is_cut_for_step(managed: ManagedParameter, tensor: Group | None) -> bool:

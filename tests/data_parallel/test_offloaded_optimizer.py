@@ -158,6 +158,7 @@ def _fit_on_fake_gpu(rank, size, options, precision, watches=True):
             "module": devices.module,
             "locked": any(locked),
             "waits": [wait.place for wait in waits.batches[-1]],
+            "all waits": {wait.place for batch in waits.batches for wait in batch},
         }
 
 
@@ -168,6 +169,7 @@ def test_states_of_gpu_are_on_host(options, precision, pool):
         assert found["optimizer"] == {"cpu"}
         assert found["module"] == {"cuda"}
         assert found["locked"]
+        assert "data_parallel/optimizer_parameters.py _like" not in found["all waits"]
 
 
 @pytest.mark.parametrize("options", [{}, {Z: "optimizer"}, {Z: "parameters"}], ids=str)
