@@ -52,6 +52,22 @@ class OwnLayerSync(TorchSyncBatchNorm):
     """A user's layer synchronization plugin."""
 
 
+class LitSharesMemory(LitNet):
+    """Ties two layers by their values instead of their parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.net[4].weight.data = self.net[2].weight.data
+
+
+@pytest.mark.parametrize("layout", [P2, {"shard": "optimizer"}, {"offload_optimizer": True}])
+def test_parameters_tied_by_their_memory_are_refused(layout):
+    place = Place(world_size=2, layout=layout)
+    with pytest.raises(ValueError, match=r"'net.4.weight' and 'net.2.weight' .* same memory"):
+        make_trainer(place).strategy.check(LitSharesMemory())
+    make_trainer(Place(world_size=2)).strategy.check(LitSharesMemory())
+
+
 class LitManual(LitNet):
     def __init__(self):
         super().__init__()

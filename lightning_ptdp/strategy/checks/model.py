@@ -32,6 +32,7 @@ from lightning_ptdp.strategy.checks.module_content import (
     check_libraries,
     check_max_norm,
     check_quantized,
+    check_shared_values,
     check_skipped_layers,
     hooks_by_name,
 )
@@ -71,6 +72,7 @@ def check_model(
     check_quantized(module, config, layout)
     check_accumulation_hooks(hooks_by_name(module), config)
     check_max_norm(module, layout)
+    check_shared_values(module, config, layout)
     blocks_stay = config.recompute == "none" and config.compile != "blocks" and config.fp8 is None
     if not layout.divides_model and blocks_stay and config.sharded_state(layout) != "parameters":
         return None

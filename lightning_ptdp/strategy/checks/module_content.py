@@ -234,6 +234,24 @@ def check_max_norm(model: nn.Module, layout: ParallelLayout) -> None:
             )
 
 
+def check_shared_values(model: nn.Module, config: PTDPConfig, layout: ParallelLayout) -> None:
+    """Check that parameters are not tied by their memory alone, where values are moved or cut."""
+    moves = layout.divides_model or config.offload_optimizer
+    if not moves and config.sharded_state(layout) == "none":
+        return
+    first_of: dict[int, tuple[str, nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if type(parameter) is not nn.Parameter or parameter.is_meta or not parameter.numel():
+            continue
+        other_name, other = first_of.setdefault(parameter.data_ptr(), (name, parameter))
+        if other is not parameter and (parameter.requires_grad or other.requires_grad):
+            raise ValueError(
+                f"'{name}' and '{other_name}' are two parameters with the same memory (.data), which "
+                "shard, offload_optimizer and layouts that divide the model would separate. Assign "
+                "the parameter itself (head.weight = embedding.weight), or copy the values"
+            )
+
+
 def check_hooks(model: nn.Module, kinds: Mapping[str, Kind]) -> None:
     for name, kind in kinds.items():
         hooks, _ = forward_hooks(model.get_submodule(name))
