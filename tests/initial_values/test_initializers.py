@@ -78,6 +78,22 @@ def test_model_is_unchanged_and_uninitialized_tensor_is_named():
         initialize("half")
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int64])
+def test_zeros_of_integers_are_values(dtype):
+    class Mask(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mask", torch.empty(3, dtype=dtype))
+
+        def reset_parameters(self):
+            self.mask.zero_()
+
+    with torch.device("meta"):
+        model = Mask()
+    Materializer(model, seed=5, device=torch.device("cpu"))(model, "")
+    assert not model.mask.any()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("draw", [nn.init.normal_, nn.init.uniform_])
 def test_half_precision_values_are_rounded_float32(dtype, draw):
