@@ -311,8 +311,9 @@ class MLFlowLogger(Logger):
         if run is None:
             return
         run.finalized = True
+        is_success = status in ("success", "finished")
         final_status = status
-        if status not in ("success", "finished"):
+        if not is_success:
             # Lightning's status says that the run failed, but not by which exception.
             raised = {
                 kind.__name__ for cause in causes(sys.exc_info()[1]) for kind in type(cause).__mro__
@@ -322,8 +323,14 @@ class MLFlowLogger(Logger):
             # In the thread, because it calls the store, which may not answer.
             run.writer.later(partial(finish_monitor, run.monitor), limit_s=0.0)
             run.monitor = None
+        end = partial(run.inner.finalize, final_status)
         try:
-            run.writer.run(lambda: run.inner.finalize(final_status), limit_s=LIMIT_S)
+            if self._options.log_model and is_success:
+                run.writer.run(lambda: None, limit_s=LIMIT_S)
+                # It copies the last checkpoint, which has no limit; each request has one.
+                end()
+            else:
+                run.writer.run(end, limit_s=LIMIT_S)
         except Exception as error:
             note = keep_metrics(self._folder, run.writer.unwritten)
             warnings.warn(

@@ -21,14 +21,17 @@ if TYPE_CHECKING:  # imported when used
     from mlflow.entities import DatasetInput, Param
 
 
+_NAME_LIMIT = 250
 _VALUE_LIMIT = 500
 _MAX_LISTED = 5
 _DIGEST = 8  # characters, as in MLflow's own digests, which its list of runs shows after the name
 
 
 def allowed_name(name: str) -> str:
-    """Return ``name`` in the characters that MLflow accepts."""
-    return re.sub(r"[^\w./: -]+", "_", name)
+    """Return ``name`` as MLflow accepts it: a relative path of some characters."""
+    characters = re.sub(r"[^\w./: -]+", "_", name)
+    parts = [part for part in characters.split("/") if part not in ("", ".", "..")]
+    return "/".join(parts)[:_NAME_LIMIT].rstrip("/") or "_"
 
 
 _SPLITS = ("train", "val", "test")

@@ -152,6 +152,27 @@ def test_metrics_are_grouped_by_prefix(save_dir):
     assert run.data.tags["mlflow.note.content"] == "mine"
 
 
+def test_invalid_names_block_no_other_metric(save_dir):
+    logger = MLFlowLogger(save_dir=str(save_dir))
+    names = ["/loss", "train_a//b", "a/../c/", "x" * 300, ".", ""]
+    for step, name in enumerate([*names, "last"]):
+        logger.log_metrics({name: float(step)}, step)
+    logger.log_hyperparams({"shares": {"data/": 0.5}})
+    logger.finalize("success")
+    run = client_of(logger).get_run(logger.run_id)
+    found = {**run.data.metrics}
+    assert found == {
+        "loss": 0.0,
+        "train/a/b": 1.0,
+        "a/c": 2.0,
+        "x" * 250: 3.0,
+        "_": 5.0,
+        "last": 6.0,
+    }
+    assert run.info.status == "FINISHED"
+    assert run.data.params == {"shares.data": "0.5"}
+
+
 def test_dataset_is_logged_as_run_input(save_dir):
     record = DatasetRecord(
         name="web",

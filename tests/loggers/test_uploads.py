@@ -1,6 +1,7 @@
 """Loggers with ``log_model`` copy complete checkpoint folders to their store."""
 
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -10,9 +11,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import MLFlowLogger as LightningMLFlowLogger
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.loggers import wandb as wandb_module
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_ptdp.checkpoint import verify_checkpoint
-from lightning_ptdp.loggers import MLFlowLogger
+from lightning_ptdp.loggers import MLFlowLogger, mlflow
 from tests.conformance.toys import LitNet, Place, loader, make_trainer
 from tests.pool import Pool
 
@@ -53,6 +55,30 @@ def test_mlflow_copies_checkpoint_folders(make_logger, log_model, pool, tmp_path
     for file in found:
         assert run_id in file.parts
         verify_checkpoint(file.parent)
+
+
+def test_last_checkpoint_may_take_longer_than_other_requests(tmp_path, monkeypatch):
+    from mlflow import MlflowClient
+
+    def slow(client, run_id, path, artifact_path):
+        time.sleep(2.0)
+        uploaded.append(path)
+
+    uploaded = []
+    monkeypatch.setattr(rank_zero_only, "rank", 0)
+    monkeypatch.setattr(mlflow, "LIMIT_S", 0.5)
+    monkeypatch.setattr(MlflowClient, "log_artifact", slow)
+    checkpoint = tmp_path / "last.ckpt"
+    checkpoint.touch()
+    saver = ModelCheckpoint(dirpath=tmp_path)
+    saver.last_model_path = str(checkpoint)
+    logger = MLFlowLogger(save_dir=str(tmp_path), log_model=True)
+    logger.log_metrics({"loss": 1.0}, 0)
+    logger.after_save_checkpoint(saver)
+    logger.finalize("success")
+    run = MlflowClient(logger.tracking_uri).get_run(logger.run_id)
+    assert (run.info.status, run.data.metrics["loss"]) == ("FINISHED", 1.0)
+    assert uploaded == [str(checkpoint)]
 
 
 class Run:
