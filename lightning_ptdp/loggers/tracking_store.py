@@ -14,6 +14,7 @@ from glob import escape
 from importlib.metadata import entry_points
 from pathlib import Path
 from urllib.parse import quote, unquote, urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from lightning_ptdp.base.errors import PTDPError
 from lightning_ptdp.base.option_types import check_writable_folder, nearest
@@ -30,6 +31,8 @@ _SCHEMES = (
     "databricks-uc",
     "uc",
 )
+_WITHOUT_SCHEME = ("databricks", "databricks-uc", "uc")
+"""Stores with a name instead of an address. Any other address without a scheme is a folder."""
 _SQLITE_MAGIC = b"SQLite format 3\0"
 _SQLITE = "sqlite:///"
 
@@ -74,7 +77,7 @@ def check_store(tracking_uri: str, *, timeout_s: float = 5.0) -> None:
     elif tracking_uri.startswith(("http://", "https://")):
         _check_server(tracking_uri, timeout_s)
     elif tracking_uri.startswith("file:") or (
-        not urlsplit(tracking_uri).scheme and "/" in tracking_uri
+        not urlsplit(tracking_uri).scheme and tracking_uri not in _WITHOUT_SCHEME
     ):
         from mlflow import environment_variables
 
@@ -126,8 +129,10 @@ def _check_scheme(tracking_uri: str) -> None:
 def _check_server(tracking_uri: str, timeout_s: float) -> None:
     parts = urlsplit(tracking_uri)
     secure = parts.scheme == "https"
+    host = parts.hostname or ""
+    if getproxies().keys() & {parts.scheme, "all"} and not proxy_bypass(host):
+        return  # only the proxy, which MLflow's requests use, may reach the server
     try:
-        host = parts.hostname or ""
         port = parts.port or (443 if secure else 80)
         socket.create_connection((host, port), timeout=timeout_s).close()
     except (OSError, ValueError) as error:

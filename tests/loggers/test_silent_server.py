@@ -131,7 +131,7 @@ def test_other_mlflow_stores_are_not_checked(tmp_path, uri, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("uri", ["runs/mlruns", "/abs/mlruns", "file:///abs"])
+@pytest.mark.parametrize("uri", ["mlruns", "", "runs/mlruns", "/abs/mlruns", "file:///abs"])
 def test_folder_is_refused_if_mlflow_refuses_it(tmp_path, uri, monkeypatch):
     monkeypatch.delenv("MLFLOW_ALLOW_FILE_STORE", raising=False)
     if not hasattr(mlflow.environment_variables, "MLFLOW_ALLOW_FILE_STORE"):
@@ -173,3 +173,12 @@ def _healthy_and_silent():
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+@pytest.mark.parametrize("variable", ["http_proxy", "ALL_PROXY"])
+def test_server_behind_proxy_is_not_checked(monkeypatch, variable):
+    monkeypatch.setenv(variable, "http://127.0.0.1:9")
+    check_store("http://mlflow.invalid:5000")
+    monkeypatch.setenv("no_proxy", "mlflow.invalid")
+    with pytest.raises(ValueError, match="no MLflow server answers at mlflow.invalid:5000"):
+        check_store("http://mlflow.invalid:5000")
