@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -266,6 +266,15 @@ def resolve_config(file: Path) -> ResolvedConfig:
         layers.append(_read(files[-1]))
     values = functools.reduce(_merge, reversed(layers))
     return ResolvedConfig(values=values, layers=tuple(zip(files, layers, strict=True)))
+
+
+def merged_values(names: Iterable[str]) -> Mapping[str, Any]:
+    """Return the values of configurations, of which later ones override earlier ones.
+
+    Raises:
+        UserError: See ``find_config`` and ``resolve_config``.
+    """
+    return functools.reduce(_merge, (resolve_config(find_config(name)).values for name in names))
 
 
 def resolve_configs(arguments: list[str]) -> list[str]:

@@ -14,16 +14,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from lightning_ptdp.cli.command_line import (
+    CONFIG,
     VerbOption,
     add_options,
     check_output,
     options_on,
     verb_parser,
 )
-from lightning_ptdp.cli.config_files import find_config, resolve_config
+from lightning_ptdp.cli.config_files import load_yaml, merged_values
 from lightning_ptdp.cli.failures import UserError
 from lightning_ptdp.cli.launch_scripts import (
     LaunchJob,
@@ -173,13 +172,15 @@ def _submit(script: str, command: Sequence[str]) -> int:
 
 
 def _job(options: Namespace, fit_args: list[str]) -> LaunchJob:
-    given = {option.name: option.value for option in options_on(fit_args)}
-    name = given.get("--config") or given.get("-c")
-    if name is None:
+    options_of_fit = options_on(fit_args)
+    given = {option.name: option.value for option in options_of_fit}
+    names = [option.value for option in options_of_fit if option.name in CONFIG and option.value]
+    if not names:
         raise UserError(
             "there is no model to train. Use --config with a recipe (ptdp recipes list) or a file"
         )
-    config = resolve_config(find_config(name)).values
+    name = names[-1]
+    config = merged_values(names)
     trainer: Mapping[str, Any] = config.get("trainer") or {}
     devices = _number(
         options.gpus_per_node, "gpus-per-node", given, "trainer.devices", trainer.get("devices")
@@ -223,7 +224,7 @@ def _check_layout(strategy: object, given: Mapping[str, str | None], world_size:
             f"--trainer.strategy.init_args.{name}"
         )
         if value is not None:
-            options[name] = yaml.safe_load(value)
+            options[name] = load_yaml(value)
     ParallelLayout.chosen(options, world_size=world_size)
     return True
 

@@ -216,9 +216,22 @@ def test_script_uses_trainer_sizes_and_keeps_other_strategy(ptdp):
     assert "gpus" not in text
 
 
+def test_script_uses_all_configurations(ptdp, tmp_path):
+    changes = tmp_path / "changes.yaml"
+    changes.write_text("trainer: {max_steps: 3, num_nodes: 2}")
+    text = script(ptdp, "--launcher=torchrun", "--config=gpt/nano", "-c", str(changes))
+    assert "--nnodes=2 --nproc-per-node=4" in text
+    assert "OMP_NUM_THREADS:-1}" in text
+    assert words(text)[-1] == "--resume=auto"
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (
+            ["--config=gpt/nano", "--trainer.strategy.tensor_parallel_size={a: ["],
+            "is not YAML",
+        ),
         (["--config=gpt/nano", "--gpus-per-node=3"], "world_size=3 is not divisible"),
         (
             ["--config=gpt/nano", "--trainer.strategy.tensor_parallel_size=8"],

@@ -180,5 +180,5 @@ def test_server_behind_proxy_is_not_checked(monkeypatch, variable):
     monkeypatch.setenv(variable, "http://127.0.0.1:9")
     check_store("http://mlflow.invalid:5000")
     monkeypatch.setenv("no_proxy", "mlflow.invalid")
-    with pytest.raises(ValueError, match="no MLflow server answers at mlflow.invalid:5000"):
+    with pytest.raises(ValueError, match=r"no MLflow server answers at mlflow\.invalid:5000"):
         check_store("http://mlflow.invalid:5000")
