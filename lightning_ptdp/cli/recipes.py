@@ -13,7 +13,7 @@ from typing import Any, get_args, get_type_hints
 import yaml
 
 from lightning_ptdp.base.output import columns
-from lightning_ptdp.cli.command_line import options_on, verb_parser
+from lightning_ptdp.cli.command_line import CONFIG, options_on, verb_parser
 from lightning_ptdp.cli.config_files import (
     KeyPath,
     ResolvedConfig,
@@ -57,6 +57,11 @@ def run(verb: str, arguments: list[str]) -> int:
         raise UserError(
             f"{overrides[0]}: options of ptdp fit need --resolved, as in ptdp recipes show "
             "gpt/nano --resolved"
+        )
+    if any(option.name in CONFIG for option in options_on(overrides)):
+        raise UserError(
+            "ptdp recipes show takes one configuration. Give a file with base: "
+            f"{options.name} and the changed keys instead of --config"
         )
     if options.command == "list":
         _list()

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_ptdp.base.output import columns
-from lightning_ptdp.cli.command_line import VerbOption, check_output, listed, verb_parser
+from lightning_ptdp.cli.command_line import VerbOption, check_output, listed, positive, verb_parser
 from lightning_ptdp.schedule.actions import Schedule
 from lightning_ptdp.schedule.generators import SCHEDULES, build_schedule
 from lightning_ptdp.schedule.schedule_timeline import chrome_trace, draw_timelines
@@ -42,7 +42,7 @@ _OPTIONS = (
     VerbOption("reduce", float, "duration of the reduction of a rank's gradients (default 0)", 0.0),
     VerbOption("latency", float, "duration of a message (default 0)", 0.0),
     VerbOption("memory", None, "also draw the activations that each rank holds"),
-    VerbOption("width", int, "width of the picture in pixels (default 1600)", 1600),
+    VerbOption("width", positive, "width of the picture in pixels (default 1600)", 1600),
     VerbOption(
         "output",
         list[Path],

@@ -243,6 +243,9 @@ def test_show_accepts_fit_options_only_with_resolved(ptdp):
     code, _, err = ptdp("recipes", "show", "gpt/nano", "--resolved", "--trainer.max_stepz=3")
     assert code == 2
     assert "max_stepz" in err
+    code, _, err = ptdp("recipes", "show", "gpt/nano", "--resolved", "-c", "gpt/124m")
+    assert code == 2
+    assert "takes one configuration. Give a file with base: gpt/nano" in err
 
 
 def test_recipe_list_shows_size_and_layout(ptdp):

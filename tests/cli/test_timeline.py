@@ -113,6 +113,7 @@ def test_schedule_is_loaded_from_file(ptdp):
         (["--output", "timeline.gif"], "must end in .png or .json"),
         (["--schedule", "1f1b", "--compare", "zb_v"], "not allowed with"),
         (["--microbatches", "0"], "num_microbatches=0"),
+        (["--width", "0"], "--width: '0' is not a positive integer"),
     ],
 )
 def test_invalid_option_is_refused(ptdp, arguments, words, tmp_path):
