@@ -229,7 +229,8 @@ class RunReport(Callback):
 def _record(trainer: Trainer, *, finished: bool) -> RunRecord:
     callbacks = model_checkpoints(trainer)
     monitoring = next((c for c in callbacks if c.monitor), None)
-    loggers = (one for one in trainer.loggers if hasattr(one, "tracking_uri"))
+    # With fast_dev_run, Lightning's logger has every attribute, as a function.
+    loggers = (one for one in trainer.loggers if isinstance(getattr(one, "tracking_uri", 0), str))
     tracking = next((one for one in loggers if hasattr(one, "run_id")), None)
     measured = next((c for c in trainer.callbacks if isinstance(c, Goodput)), None)
     fields: dict[str, Any] = {}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from lightning_ptdp.cli.run_checks import check_run
 from lightning_ptdp.data import StreamDataModule
 from lightning_ptdp.world.axes import AXES
 from lightning_ptdp.world.layout import ParallelLayout
+from lightning_ptdp.world.rendezvous_address import launched_processes
 
 # Long enough for any learning-rate schedule. The ``StepTimes`` callback ends the fit.
 _MANY_STEPS = 10**6
@@ -41,6 +43,8 @@ class _BenchCLI(PTDPCLI):
         for name, minimum in (("warmup", 1), ("steps", 1)):
             if config[name] < minimum:
                 raise UserError(f"--{name} {config[name]} must be at least {minimum}")
+        if config.peak_tflops is not None and config.peak_tflops <= 0:
+            raise UserError(f"--peak_tflops {config.peak_tflops:g} must be greater than 0")
         config.seed_everything = config.seed_everything or 1
         quiet = {
             "logger": False,
@@ -77,6 +81,11 @@ def run(verb: str, arguments: list[str]) -> int:
         ]
         if cli.config.compare is not None and not layouts:
             raise UserError("--compare has no layout. Use a form like 't2 p2, d4', or leave it out")
+        if layouts and launched_processes(os.environ) is not None:
+            raise UserError(
+                "--compare starts the processes of each layout by itself, but a launcher such as "
+                "torchrun has started this one. Run it without the launcher, or leave --compare out"
+            )
         data = (
             SyntheticData(cli.datamodule)
             if isinstance(cli.datamodule, StreamDataModule)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from lightning_ptdp.base.option_types import check_integer
 from lightning_ptdp.verification.compare import Comparison, Difference
 from lightning_ptdp.verification.record import Captured, Record, combine
 from lightning_ptdp.verification.report import Evidence, Report, find_causes
@@ -71,8 +72,11 @@ def verify(
         raise ValueError(f"{', '.join(sorted(unknown))}: not an option of verify or of the Trainer")
     config = strategy.config
     devices = trainer.get("devices") or config.smallest_world_size
-    if steps < 1:
-        raise ValueError(f"steps={steps} must be at least 1")
+    check_integer("steps", steps)
+    if blocks is not None:
+        check_integer("blocks", blocks)
+    if not limit_s > 0:
+        raise ValueError(f"limit_s={limit_s} must be greater than 0")
     if trainer.get("num_nodes", 1) != 1:
         raise ValueError(
             f"num_nodes={trainer['num_nodes']} is not supported, because verify starts "

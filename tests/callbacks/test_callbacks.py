@@ -230,6 +230,14 @@ def test_run_report_marks_failed_run_unfinished(tmp_path):
     assert json.loads(file.read_text())["finished"] is False
 
 
+def test_run_report_of_fast_dev_run_names_no_run(tmp_path):
+    """Lightning's stand-in for a logger has every attribute."""
+    file = tmp_path / "record.json"
+    fit(tmp_path, RunReport(str(file)), logger=CSVLogger(tmp_path), fast_dev_run=True)
+    record = RunReport.read(str(file))
+    assert (record.finished, record.tracking_uri, record.run_id, record.url) == (True, "", "", "")
+
+
 class MLFlowLogger(CSVLogger):
     """A logger with the tag and text methods of Lightning's MLflow logger."""
 

@@ -114,6 +114,15 @@ def test_layout_text_is_parsed_to_options():
             layout_options(text, 4)
 
 
-def test_zero_warmup_steps_are_refused(ptdp, no_data):
-    code, _, err = ptdp("bench", "--config", no_data, "--warmup=0")
-    assert (code, "--warmup 0" in err) == (2, True)
+@pytest.mark.parametrize("option", ["warmup", "peak_tflops"])
+def test_zero_is_refused(ptdp, no_data, option):
+    code, _, err = ptdp("bench", "--config", no_data, f"--{option}=0")
+    assert (code, f"--{option} 0 must be" in err) == (2, True)
+
+
+def test_comparison_under_launcher_is_refused(ptdp, no_data, monkeypatch):
+    """The processes of the next layout would wait for the launcher's other ranks."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    code, _, err = ptdp("bench", "--config", no_data, "--trainer.devices=2", "--compare=p2")
+    assert (code, "a launcher such as torchrun has started" in err) == (2, True)

@@ -239,5 +239,6 @@ def test_training_over_time_limit_is_aborted():
 def test_impossible_layouts_are_refused():
     with pytest.raises(ValueError, match="tensor_parallel_size"):
         report(Lit(), {**T2, "devices": 3})
-    with pytest.raises(ValueError, match="steps=0"):
-        verify(Lit(), strategy=PTDPStrategy(), steps=0)
+    for name, value in {"steps": 0, "blocks": -1, "limit_s": 0.0}.items():
+        with pytest.raises(ValueError, match=f"{name}={value}"):
+            verify(Lit(), strategy=PTDPStrategy(), **{name: value})
