@@ -167,7 +167,8 @@ class PTDPCLI(LightningCLI):
             resolved = self.parser.dump(self.config, skip_none=False)
             self.values: dict[str, Any] = yaml.safe_load(resolved)
             self.config_dump = deepcopy(self.values)  # else Lightning writes and reads it again
-            added = [
+            trainer = self.config.trainer
+            usual: list[pl.Callback] = [
                 Goodput(),
                 self.report,
                 LayoutSummary(),
@@ -178,10 +179,9 @@ class PTDPCLI(LightningCLI):
                 ValidateAtEnd(),
                 SaveResolvedConfig(resolved),
                 SaveOnSignal(),
+                ExpertLoad(),
             ]
-            trainer = self.config.trainer
-            if not _has(trainer, ExpertLoad):
-                added.append(ExpertLoad())
+            added = [callback for callback in usual if not _has(trainer, type(callback))]
             if trainer.enable_progress_bar is not False and not _has(trainer, ProgressBar):
                 added.append(StepProgress())
             if self.config.init_from is not None:

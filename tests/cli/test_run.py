@@ -12,6 +12,7 @@ import torch
 import yaml
 
 from lightning_ptdp.checkpoint import read_metadata, verify_checkpoint
+from lightning_ptdp.cli.lightning_cli import PTDPCLI
 from tests.cli.commands import PTDP
 from tests.scripts import forked_session
 
@@ -119,6 +120,14 @@ def test_fit_without_logger_writes_no_run_folder(ptdp, config, tmp_path):
     assert code == 0, err
     assert "checkpoint:" in said
     assert not (tmp_path / "runs").exists()
+
+
+def test_configured_callback_replaces_that_of_every_fit(config):
+    callbacks = ["Goodput", "SaveOnSignal"]
+    options = [f"--trainer.callbacks+={name}" for name in callbacks]
+    cli = PTDPCLI("fit", ["--config", config, *options, "--trainer.callbacks.name=mine.ckpt"])
+    names = [type(callback).__name__ for callback in cli.trainer.callbacks]
+    assert [names.count(name) for name in callbacks] == [1, 1]
 
 
 def test_print_config_round_trip(ptdp, config, tmp_path):
