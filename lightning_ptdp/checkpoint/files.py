@@ -292,10 +292,14 @@ def check_replaceable(path: PathLike, *, marker: str, or_file: bool = False) -> 
     """Check that a folder to replace is a checkpoint or export; files need ``or_file``.
 
     Raises:
-        CheckpointError: ``path`` is a file, or a folder with content but without the file
-            ``marker``, or a device, such as ``/dev/null``.
+        CheckpointError: ``path`` is a file, a device, a mount point, or a folder with content but
+            without the file ``marker``.
     """
     place = located(path)
+    if isinstance(place, Path) and os.path.ismount(place):
+        raise CheckpointError(
+            f"{place} is a mount point, which cannot be replaced. Choose a folder in it"
+        )
     if has_other_content(place, marker=marker):
         raise CheckpointError(
             f"{place} is a folder with other content, which would be lost. Choose another path"

@@ -74,3 +74,9 @@ def test_export_below_file_is_refused(base):
         ValueError, match=r"config\.json is a file, so no folder can be created there"
     ):
         ExportHuggingFace(base / "config.json" / "x").check(quiet_trainer(), [])
+
+
+def test_mount_point_is_refused_before_training():
+    """The kernel does not rename it, so that the export would fail at the end."""
+    with pytest.raises(CheckpointError, match="/proc is a mount point"):
+        ExportHuggingFace("/proc")
