@@ -96,26 +96,33 @@ class Balancer(nn.Module):
         bias_nano: (E,) int64, in units of 1e-9. Floating-point values would lose small steps in a
             model that is cast to bfloat16.
         load: (E,) int64, choices since the last ``move``, counted in the backward pass. Recomputed
-            forwards therefore count once, and evaluation does not count.
+            forwards therefore count once, and evaluation does not count. None if nothing has been
+            counted. It is not a buffer, because replicas receive the buffers of the first one.
     """
 
     bias_nano: Tensor
-    load: Tensor
 
     def __init__(self, num_experts: int, rate: float) -> None:
         super().__init__()
         self.step_nano = round(rate * 1e9)
         self.register_buffer("bias_nano", torch.zeros(num_experts, dtype=torch.int64))
-        self.register_buffer("load", torch.zeros(num_experts, dtype=torch.int64), persistent=False)
+        self.load: Tensor | None = None
 
     def reset_parameters(self) -> None:
-        """Reset bias and load to zero."""
+        """Reset the bias to zero."""
         self.bias_nano.zero_()
-        self.load.zero_()
 
     def forward(self, scores: Tensor) -> Tensor:
         """Add the bias to scores, (..., E) -> (..., E)."""
         return scores + (self.bias_nano.double() * 1e-9).to(scores.dtype)
+
+    def counted(self, weights: Tensor, index: Tensor) -> Tensor:
+        """Return ``weights``, whose backward adds the chosen experts ``index`` to the load."""
+        if self.load is None:
+            self.load = torch.zeros_like(self.bias_nano)
+        chosen = index.flatten()
+        counts = torch.zeros_like(self.load).scatter_add_(0, chosen, torch.ones_like(chosen))
+        return _Counted.apply(weights, counts, self.load)
 
     def move(self, load: Tensor) -> None:
         """Move the bias against the load of a whole step, and reset the count.
@@ -126,7 +133,8 @@ class Balancer(nn.Module):
         self.bias_nano -= self.step_nano * excess.mul(1e9).round().sign().nan_to_num().to(
             torch.int64
         )
-        self.load.zero_()
+        if self.load is not None:
+            self.load.zero_()
 
 
 class _Counted(torch.autograd.Function):
@@ -148,37 +156,19 @@ class _Counted(torch.autograd.Function):
         return grad, None, None
 
 
-class Capacity(nn.Module):
-    """Limit of the tokens of an expert.
+def within_capacity(index_bsk: Tensor, *, num_experts: int, factor: float) -> Tensor:
+    """Return a mask of the choices that are kept, (b, s, k) bool.
 
     Of the choices of one sequence, an expert takes the first ``ceil(factor k s / E)``.
-
-    Attributes:
-        dropped: () int64, choices dropped so far in this process, counted in the backward pass.
     """
-
-    dropped: Tensor
-
-    def __init__(self, num_experts: int, factor: float) -> None:
-        super().__init__()
-        self.num_experts = num_experts
-        self.factor = factor
-        self.register_buffer("dropped", torch.zeros((), dtype=torch.int64), persistent=False)
-
-    def reset_parameters(self) -> None:
-        """Reset the count to zero."""
-        self.dropped.zero_()
-
-    def forward(self, index_bsk: Tensor) -> Tensor:
-        """Return a mask of the choices that are kept, (b, s, k) bool."""
-        chosen, order = index_bsk.flatten(1).sort(dim=1, stable=True)
-        counts = chosen.new_zeros(chosen.size(0), self.num_experts).scatter_add_(
-            1, chosen, torch.ones_like(chosen)
-        )
-        first = (counts.cumsum(1) - counts).gather(1, chosen)
-        position = torch.arange(chosen.size(1), device=chosen.device) - first
-        kept = position < math.ceil(self.factor * chosen.size(1) / self.num_experts)
-        return torch.empty_like(kept).scatter_(1, order, kept).view_as(index_bsk)
+    chosen, order = index_bsk.flatten(1).sort(dim=1, stable=True)
+    counts = chosen.new_zeros(chosen.size(0), num_experts).scatter_add_(
+        1, chosen, torch.ones_like(chosen)
+    )
+    first = (counts.cumsum(1) - counts).gather(1, chosen)
+    position = torch.arange(chosen.size(1), device=chosen.device) - first
+    kept = position < math.ceil(factor * chosen.size(1) / num_experts)
+    return torch.empty_like(kept).scatter_(1, order, kept).view_as(index_bsk)
 
 
 class Routing(NamedTuple):
@@ -212,11 +202,6 @@ class Router(nn.Module):
         self.balancer = (
             Balancer(config.num_experts, config.bias_rate) if config.balance == "bias" else None
         )
-        self.capacity = (
-            Capacity(config.num_experts, config.capacity_factor)
-            if config.capacity_factor is not None
-            else None
-        )
 
     def forward(self, x_bsh: Tensor) -> Routing:
         config = self.config
@@ -230,16 +215,13 @@ class Router(nn.Module):
             weights = weights / weights.sum(-1, keepdim=True).clamp(
                 min=torch.finfo(weights.dtype).tiny
             )
-        if self.balancer is not None:
-            chosen = index.flatten()
-            counts = torch.zeros_like(self.balancer.load).scatter_add_(
-                0, chosen, torch.ones_like(chosen)
-            )
-            weights = _Counted.apply(weights, counts, self.balancer.load)
+        if self.balancer is not None and torch.is_grad_enabled():
+            weights = self.balancer.counted(weights, index)
         kept = None
-        if self.capacity is not None and self.training:
-            kept = self.capacity(index)
-            weights = _Counted.apply(weights, (~kept).sum(), self.capacity.dropped)
+        if config.capacity_factor is not None and self.training:
+            kept = within_capacity(
+                index, num_experts=self.num_experts, factor=config.capacity_factor
+            )
         return Routing(index, weights, kept, self._auxiliary(logits, scores, index, kept))
 
     def _auxiliary(

@@ -137,7 +137,8 @@ class GPT(Transformer):
             len(self.blocks), self.config.num_experts or 0, dtype=torch.float64, device=device
         )
         for layer, balancer in balancers.items():
-            load[layer] = balancer.load
+            if balancer.load is not None:
+                load[layer] = balancer.load
         load = total(load)
         for layer, balancer in balancers.items():
             balancer.move(load[layer])
