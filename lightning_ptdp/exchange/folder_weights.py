@@ -28,7 +28,7 @@ from lightning_ptdp.checkpoint.stored_tensor import StoredTensor, read_stored
 from lightning_ptdp.exchange.model_folder import list_huggingface
 from lightning_ptdp.exchange.tensor_views import View, views_in_files
 from lightning_ptdp.shims.peft import plain_name
-from lightning_ptdp.shims.transformers import ignored_names
+from lightning_ptdp.shims.transformers import ignored_names, modern_name
 
 _SHOWN = 8
 Parts = Sequence[tuple[StoredTensor, View]]
@@ -75,7 +75,7 @@ class HuggingFaceNames:
             removed = ""
         parts: dict[str, list[tuple[StoredTensor, View]]] = {}
         for file_name, value in stored.items():
-            name = (added + file_name).removeprefix(removed)
+            name = (added + modern_name(file_name)).removeprefix(removed)
             shape = value.entry.shape
             view = self.views.get(name, View.full(name, shape))
             if view.shape != shape:

@@ -17,6 +17,7 @@ from lightning_ptdp.base.function_replacement import Replacing
 _CAPTURING = "transformers.utils.output_capturing"
 _INSTALLED = "_output_capturing_hooks_installed"
 _COMPUTED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
+_OLDER = (("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias"))
 
 TOKENIZER_FILES = (
     "tokenizer*",
@@ -158,6 +159,13 @@ def ignored_names(model: nn.Module) -> tuple[str, ...]:
     """
     patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     return (*sorted(patterns), *_COMPUTED)
+
+
+def modern_name(stored: str) -> str:
+    """Return the name that transformers gives a tensor of a file that an older version wrote."""
+    for older, name in _OLDER:
+        stored = stored.replace(older, name)
+    return stored
 
 
 def as_in_files(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader
 
 from lightning_ptdp import PTDPStrategy
@@ -334,6 +335,27 @@ def test_pretrained_weights_are_read_without_init_or_mmap(folders, tmp_path, mon
         lit.named_parameters(), loaded.named_parameters(), strict=True
     ):
         assert torch.equal(value, expected), name
+
+
+def test_names_of_older_files_are_those_of_transformers(folders, tmp_path):
+    """bert-base-uncased has such a file."""
+    shutil.copytree(folders / "bert", tmp_path / "old")
+    file = tmp_path / "old" / "model.safetensors"
+    tensors = {
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
+            "LayerNorm.bias", "LayerNorm.beta"
+        ): value
+        for name, value in load_file(file).items()
+    }
+    save_file(tensors, file, metadata={"format": "pt"})
+    PTDPStrategy().check(LitMaskedLM(str(tmp_path / "old")))
+    found = []
+    for folder in (tmp_path / "old", folders / "bert"):
+        lit = LitMaskedLM(str(folder))
+        with torch.device("meta"):
+            lit.configure_model()
+        found.append(open_initial_weights(lit).tensors)
+    assert found[0] == found[1]
 
 
 def test_resume_from_checkpoint_matches_single_process(parity, folders, tmp_path):
