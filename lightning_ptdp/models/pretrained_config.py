@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from lightning_ptdp.base.errors import one_line
 from lightning_ptdp.base.option_types import nearest
@@ -215,7 +216,8 @@ def with_values(kind: Any, config: Any, weights: str | None, *, option: str, **o
     Without ``weights``, the model has initial values.
 
     Raises:
-        ValueError: The weights are missing, or have other shapes than the configuration describes.
+        ValueError: The weights are missing or damaged, or have other shapes than the configuration
+            describes.
     """
     if weights is None:
         return kind.from_config(config, trust_remote_code=False, **options)
@@ -226,7 +228,7 @@ def with_values(kind: Any, config: Any, weights: str | None, *, option: str, **o
         if "ignore_mismatched_sizes" not in str(error):
             raise
         raise ValueError(f"{option}: the shapes of the weights differ from config.json") from error
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise ValueError(f"{option}: the weights cannot be read ({one_line(error)})") from error
 
 

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from lightning_ptdp.base.checked_json import FILE_NAME, map_of, record, text
+from lightning_ptdp.base.errors import one_line
 from lightning_ptdp.base.time_limit import in_thread
 from lightning_ptdp.base.untrusted import (
     hub_blobs,
@@ -154,7 +155,7 @@ def check_tokenizer(path: str, rows: int) -> None:
     Only a fast tokenizer is checked.
 
     Raises:
-        ValueError: ``rows`` are too few.
+        ValueError: ``rows`` are too few, or the tokenizer's file is damaged.
     """
     folder = local_folder(path)
     file = folder / "tokenizer.json"
@@ -167,7 +168,13 @@ def check_tokenizer(path: str, rows: int) -> None:
     except (OSError, ValueError) as error:
         raise ValueError(f"path={path!r}: {error}") from error
 
-    ids = tokenizers.Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True).values()
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers raises this type
+        raise ValueError(
+            f"path={path!r}: {file.name} cannot be read ({one_line(error)}). Copy it again"
+        ) from error
+    ids = tokenizer.get_vocab(with_added_tokens=True).values()
     if (needed := max(ids, default=-1) + 1) > rows:
         raise ValueError(
             f"path={path!r}: the tokenizer has ids up to {needed - 1}, but the model's "

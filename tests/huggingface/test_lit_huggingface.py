@@ -1,6 +1,7 @@
 """LitCausalLM and LitMaskedLM give the same results in every layout and without the strategy."""
 
 import json
+import os
 import re
 import shutil
 from dataclasses import replace
@@ -237,6 +238,10 @@ def test_invalid_model_folder_is_refused_before_launch(folders, tmp_path):
     def config(**values):
         return lambda folder: (folder / "config.json").write_text(json.dumps(values))
 
+    def shortened(folder):
+        weights = folder / "model.safetensors"
+        os.truncate(weights, weights.stat().st_size - 100)
+
     def half(folder):
         for file in sorted(folder.glob("*.safetensors"))[::2]:
             file.unlink()
@@ -273,8 +278,14 @@ def test_invalid_model_folder_is_refused_before_launch(folders, tmp_path):
             refused(changed("words", config(**small), "llama")),
             "ids up to 299, but the model's embedding has 200 rows",
         ),
+        (
+            refused(changed("torn", lambda f: (f / "tokenizer.json").write_text("{"), "llama")),
+            r"path='.*/torn': tokenizer\.json cannot be read \(.*\)\. Copy it again",
+        ),
     ):
         assert re.search(words, said), said
+    with pytest.raises(ValueError, match=r"path='.*/short': the weights cannot be read \(.*\)"):
+        LitCausalLM(str(changed("short", shortened, "llama"))).configure_model()
     lit = LitCausalLM(str(folders / "llama"))
     with pytest.raises(
         ValueError,
