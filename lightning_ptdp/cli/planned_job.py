@@ -61,8 +61,10 @@ def planned_job(options: Namespace, config: Config) -> Job:
         or ("32-true" if device.kind == "cpu" else "bf16-true")
     )
     model: GPTConfig | BertConfig | ModelShape
-    if _is_foreign(options, config):
-        model = _followed(options, config, device=device, precision=precision)
+    trained = 1.0
+    is_foreign = _is_foreign(options, config)
+    if is_foreign:
+        model, trained = _followed(options, config, device=device, precision=precision)
     else:
         model = _model(options, config)
     optimizer = _inner(config, "model").get("optimizer")
@@ -78,10 +80,11 @@ def planned_job(options: Namespace, config: Config) -> Job:
         or _inner(config, "data").get("sequence_length")
         or model.sequence_length,
         imbalance=options.imbalance,
+        trained=trained,
         offloads_optimizer=bool(_inner(trainer, "strategy").get("offload_optimizer")),
         reserve=RESERVE if options.reserve is None else options.reserve,
     )
-    return _with_adapters(job, config)
+    return job if is_foreign else _with_adapters(job, config)
 
 
 def _is_foreign(options: Namespace, config: Config) -> bool:
@@ -96,8 +99,8 @@ def _is_foreign(options: Namespace, config: Config) -> bool:
 
 def _followed(
     options: Namespace, config: Config, *, device: Device, precision: str
-) -> GPTConfig | BertConfig | ModelShape:
-    """Return the sizes of the configuration's LightningModule.
+) -> tuple[GPTConfig | BertConfig | ModelShape, float]:
+    """Return the sizes of the configuration's LightningModule, and the share that is trained.
 
     The module is built on the meta device, and its forward is traced without data.
     """
@@ -106,8 +109,9 @@ def _followed(
     from lightning.pytorch import LightningModule
 
     from lightning_ptdp.config import PTDPConfig
+    from lightning_ptdp.planner import find_precision
     from lightning_ptdp.strategy.checks.model import whole_model
-    from lightning_ptdp.strategy.planning import described
+    from lightning_ptdp.strategy.planning import described, trained_share
 
     parser = ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(LightningModule, "model")
@@ -130,7 +134,7 @@ def _followed(
             f"{reason}"
         ) from error
     length = options.sequence_length or _inner(config, "data").get("sequence_length")
-    return described(
+    sizes = described(
         full_model,
         PTDPConfig(),
         length=length,
@@ -138,6 +142,7 @@ def _followed(
         software=options.software,
         device=device,
     )
+    return sizes, trained_share(full_model, find_precision(precision).weight)
 
 
 def _model(options: Namespace, config: Config) -> GPTConfig | BertConfig:
@@ -238,11 +243,14 @@ def _batch(options: Namespace, config: Config) -> int:
     if options.batch is not None:
         return int(options.batch)
     data = _inner(config, "data")
-    if "micro_batch_size" not in data:
+    trainer = config.get("trainer") or {}
+    accumulated = trainer.get("accumulate_grad_batches", 1)
+    if data.get("global_batch_size"):
+        return int(data["global_batch_size"] * accumulated)
+    if not data.get("micro_batch_size"):
         raise UserError(
             "the size of a step is unknown. Set --batch, the number of sequences over all replicas"
         )
-    trainer = config.get("trainer") or {}
     layout = _inner(trainer, "strategy")
     devices = trainer.get("devices")
     nodes = trainer.get("num_nodes", 1)
@@ -252,8 +260,8 @@ def _batch(options: Namespace, config: Config) -> int:
         if axis.name != "data" and axis.within is None
     )
     replicas = max(1, devices * nodes // replica) if isinstance(devices, int) else 1
-    accumulated = trainer.get("accumulate_grad_batches", 1)
-    return int(data["micro_batch_size"] * data.get("num_microbatches", 1) * replicas * accumulated)
+    microbatches = data.get("num_microbatches") or 1
+    return int(data["micro_batch_size"] * microbatches * replicas * accumulated)
 
 
 def _device(options: Namespace) -> Device:

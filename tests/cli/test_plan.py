@@ -229,6 +229,10 @@ def test_size_options_override_configuration(ptdp, tmp_path):
     path.write_text(yaml.safe_dump(config))
     _, out, _ = ptdp("plan", "--config", str(path), "--world", "4")
     assert "4 x h100-80gb, batch 120 x 256 tokens, bf16-mixed" in out.splitlines()[0]
+    config["data"]["init_args"] |= {"global_batch_size": 160}
+    path.write_text(yaml.safe_dump(config))
+    _, out, _ = ptdp("plan", "--config", str(path), "--world", "4")
+    assert "batch 480 x 256 tokens" in out.splitlines()[0]
     _, wider, _ = ptdp(
         "plan", "--config", str(path), "--world", "4", "--hidden", "4096", "--batch", "32"
     )
@@ -637,6 +641,10 @@ def test_custom_module_of_configuration_is_planned(ptdp, tmp_path):
     )
     assert (code, err) == (0, "")
     assert "8 x a100" in out.splitlines()[0] and "batch 16 x 24 tokens" in out.splitlines()[0]
+    model["init_args"] = {"frozen": True}
+    path.write_text(yaml.safe_dump({"model": model}))
+    arguments = ["--config", str(path), "--world", "1", "--batch", "16", "--json"]
+    assert 0 < json.loads(ptdp("plan", *arguments)[1])["job"]["trained"] < 1
     model["class_path"] = "tests.planner.test_trace.Absent"
     path.write_text(yaml.safe_dump({"model": model}))
     code, _, err = ptdp("plan", "--config", str(path), "--world", "8", "--batch", "16")

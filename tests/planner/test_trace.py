@@ -238,13 +238,14 @@ class Stubborn(Own):
 class Lit(L.LightningModule):
     """A user's module with an example input."""
 
-    def __init__(self):
+    def __init__(self, *, frozen: bool = False):
         super().__init__()
-        self.net = None
+        self.net, self.frozen = None, frozen
         self.example_input_array = EXAMPLE
 
     def configure_model(self):
         self.net = self.net or Own()
+        self.net.layers.requires_grad_(not self.frozen)
 
     def forward(self, ids):
         assert self.net is not None
