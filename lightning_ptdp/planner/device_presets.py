@@ -30,6 +30,7 @@ _CARD_SHARE = 0.9
 # Share of the memory bandwidth that reads and writes reach: arXiv 2402.13499, table 5 (A100 and
 # H100, PCIe).
 _MEMORY_SHARE = 0.9
+_NAMED_SHARE = 0.98  # of the memory in a device's name that a process can allocate
 _CYCLES = 470
 """Latency of a read that misses the caches, in clock cycles.
 
@@ -208,15 +209,21 @@ def find_device(name: str) -> Device:
 def known_device(name: str) -> Device | None:
     """Return the preset of a device by the device's own name, or None.
 
-    Names are of the form "NVIDIA H100 80GB HBM3" or "cpu".
+    Names are of the form "NVIDIA H100 80GB HBM3" or "cpu". If a name has less memory than the
+    preset ("Tesla V100-SXM2-16GB"), the device has this memory.
     """
     words = name.lower().replace("-", " ").split()
     matches = [preset for key, preset in DEVICES.items() if key.partition("-")[0] in words]
     # The variant of an A100 follows its name: "NVIDIA A100 80GB PCIe", "NVIDIA A100-SXM4-40GB".
-    return next(
-        (preset for preset in reversed(matches) if preset.name.rpartition("-")[2] in words),
-        matches[0] if matches else None,
-    )
+    if not matches:
+        return None
+    variants = [preset for preset in matches if preset.name.rpartition("-")[2] in words]
+    preset = variants[-1] if variants else matches[0]
+    sizes = [word.removesuffix("gb") for word in words if word.endswith("gb")]
+    for size in filter(str.isdecimal, sizes):
+        if int(size) * _GIB < preset.memory_bytes:
+            return replace(preset, memory_bytes=_NAMED_SHARE * int(size) * _GIB)
+    return preset
 
 
 def known_peak_flops(device: str, precision: str) -> float | None:

@@ -63,6 +63,18 @@ def test_reported_device_name_selects_preset(name, preset):
     assert known_device(name) is DEVICES[preset]
 
 
+@pytest.mark.parametrize(
+    ("name", "preset", "gib"),
+    [("NVIDIA A100-PCIE-40GB", "a100-pcie", 40), ("Tesla V100-SXM2-16GB", "v100", 16)],
+)
+def test_reported_memory_limits_preset(name, preset, gib):
+    found = known_device(name)
+    assert 0.95 * gib < found.memory_bytes / 2**30 < gib
+    assert dataclasses.replace(found, memory_bytes=1e11) == dataclasses.replace(
+        DEVICES[preset], memory_bytes=1e11
+    )
+
+
 @pytest.mark.parametrize("name", ["v100", "a100", "h100", "b200"])
 def test_attention_runs_at_most_at_75_percent_of_peak(name):
     """FlashAttention-2 achieves up to 73 % of an A100's peak, FlashAttention-3 75 % of an H100's
