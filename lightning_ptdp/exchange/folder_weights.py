@@ -87,9 +87,26 @@ class HuggingFaceNames:
                     re.search(pattern, full_name) for pattern in self.ignored
                 ):
                     parts.setdefault(full_name, []).append((value, view))
+        for name, tied in self._copies_of_tied().items():
+            if name not in parts and tied in parts:
+                parts[name] = parts[tied]
         # A tensor's own entry replaces that of its alias.
         aliases_first = sorted(parts, key=lambda name: name not in self.aliases)
         return {self.aliases.get(name, name): parts[name] for name in aliases_first}
+
+    def _copies_of_tied(self) -> dict[str, str]:
+        """Return the trained copies of tied tensors, each with the name that has its values.
+
+        A folder need not have the name that such a copy replaces.
+        """
+        return {
+            self.prefix + copy: self.aliases[self.prefix + name]
+            for names in self.wrapped.values()
+            for name in names
+            if self.prefix + name in self.aliases
+            for copy in names
+            if self.prefix + copy not in self.aliases
+        }
 
 
 def _any_begins(names: Iterable[str], prefix: str) -> bool:

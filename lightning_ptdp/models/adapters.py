@@ -105,7 +105,8 @@ class LoraOptions:
     def inject(self, model: nn.Module, **more: Any) -> nn.Module:
         """Insert the adapters into ``model``, in place, and freeze all other parameters.
 
-        Adapters are float32 if the model is in half precision, as in peft.
+        Adapters are float32 if the model is in half precision, as in peft. Biases and whole modules
+        keep their type, in which the model computes with them.
 
         Raises:
             ValueError: As for ``check``.
@@ -114,8 +115,8 @@ class LoraOptions:
 
         self.check(model)
         peft.inject_adapter_in_model(self.config(**more), model)
-        for parameter in model.parameters():
-            if parameter.requires_grad and parameter.dtype.itemsize == 2:
+        for name, parameter in model.named_parameters():
+            if ".lora_" in name and parameter.dtype.itemsize == 2:
                 parameter.data = parameter.data.float()
         return model
 

@@ -60,9 +60,32 @@ def causal(run):
     assert run.pretrained is not None
     return LitCausalLM(
         run.pretrained,
-        adapter=LoraOptions(r=3, modules_to_save=("norm",), **dict(run.options)),
+        adapter=LoraOptions(**{"r": 3, "modules_to_save": ("norm",), **dict(run.options)}),
         optimizer=OPTIMIZER,
     )
+
+
+@pytest.mark.parametrize("layout", ["t2", "p2v2"])
+def test_trained_copy_of_tied_head_matches_single_process(layout, parity, tmp_path):
+    """The folder has the embedding alone."""
+    torch.manual_seed(5)
+    tied = make_model("llama", tie_word_embeddings=True)
+    tied.save_pretrained(tmp_path)
+    options = (("modules_to_save", ("lm_head",)),)
+    run = Run(model="labelled", module=causal, pretrained=str(tmp_path), options=options)
+    begun = parity.check(run, LAYOUTS[layout])[0]["initial"]
+    copy = begun["model.lm_head.modules_to_save.default.weight"]
+    assert torch.equal(copy, tied.lm_head.weight)
+
+
+@pytest.mark.parametrize("options", [{"bias": "all"}, {"modules_to_save": ("norm", "lm_head")}])
+def test_half_precision_base_computes_with_trained_parts(options):
+    model = make_model("llama", attention_bias=True).bfloat16()
+    LoraOptions(r=3, **options).inject(model)
+    model(torch.arange(1, 5)[None]).logits.sum().backward()
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert all((p.dtype == torch.float32) == (".lora_" in name) for name, p in trained.items())
+    assert any(".lora_" not in name for name in trained)
 
 
 def test_adapter_checkpoint_resumes_in_other_layout(parity, folder, tmp_path):
