@@ -45,7 +45,7 @@ class SyntheticData(LightningDataModule):
     def step_sizes(self) -> RampUp:
         """Return the samples of every step, over all replicas."""
         (plan,) = self.batch_plans(num_replicas=replica_of(self.trainer)[0])
-        return RampUp(start=plan.global_batch, stop=plan.global_batch, increment=1, samples=1)
+        return RampUp.constant(plan.global_batch)
 
     def train_dataloader(self) -> _Again:
         """Return a loader that repeats one batch, the same on all ranks of a replica."""

@@ -109,7 +109,7 @@ class TokenLoader(_BatchLoader):
     def __post_init__(self) -> None:
         super().__post_init__()
         full = self.step_samples
-        self.sizes = self.ramp_up or RampUp(start=full, stop=full, increment=1, samples=1)
+        self.sizes = self.ramp_up or RampUp.constant(full)
         if self.sizes.stop != full:
             raise ValueError(
                 f"ramp_up ends at {self.sizes.stop} samples per step, but batch_size "

@@ -353,7 +353,7 @@ class BatchOptions:
         plan = self.plan(num_replicas)
         full = plan.global_batch
         if self.ramp_up is None:
-            return RampUp(start=full, stop=full, increment=1, samples=1)
+            return RampUp.constant(full)
         try:
             ramp = RampUp(stop=full, **self.ramp_up)
             ramp.plans(data_parallel_size=num_replicas, micro_batch_size=plan.micro_batch_size)

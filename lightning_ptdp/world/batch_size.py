@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from lightning_ptdp.base.option_types import Size, check_arguments, check_types
-from lightning_ptdp.world.axes import nearest_divisors
+from lightning_ptdp.world.axes import nearest_divisors, nearest_multiples
 
 _MOST_GROWTHS = 10_000
 _MOST_SAMPLES = 2**63 - 1
@@ -109,8 +109,7 @@ def _quotient(global_batch_size: int, field: str, value: int, replicas: int) -> 
     unit = value * replicas
     if global_batch_size % unit == 0:
         return global_batch_size // unit
-    sizes = sorted({global_batch_size // unit * unit, -(-global_batch_size // unit) * unit} - {0})
-    remedy = f"Use global_batch_size={' or '.join(map(str, sizes))}"
+    remedy = f"Use global_batch_size={nearest_multiples(global_batch_size, unit)}"
     if global_batch_size % replicas == 0:
         remedy += f", or {field}={' or '.join(map(str, nearest_divisors(global_batch_size // replicas, value)))}"
     raise ValueError(
@@ -143,6 +142,11 @@ class RampUp:
     stop: Size
     increment: Size
     samples: Size
+
+    @classmethod
+    def constant(cls, size: int) -> RampUp:
+        """Return a global batch of always ``size`` samples."""
+        return cls(start=size, stop=size, increment=1, samples=1)
 
     def __post_init__(self) -> None:
         check_types(self)

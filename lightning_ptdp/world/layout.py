@@ -28,6 +28,7 @@ from lightning_ptdp.world.axes import (
     Stages,
     check_interleaving,
     nearest_divisors,
+    nearest_multiples,
 )
 
 Sharding = Literal["none", "optimizer", "gradients", "parameters"]
@@ -107,9 +108,7 @@ class ParallelLayout(Degrees, Stages):
         sizes = [getattr(self, name) for name in names]
         model = math.prod(sizes)
         if self.world_size % model:
-            lower = self.world_size // model * model
-            upper = -(-self.world_size // model) * model
-            nearest = " or ".join(str(n) for n in (lower, upper) if n)
+            nearest = nearest_multiples(self.world_size, model)
             raise ValueError(
                 f"world_size={self.world_size} is not divisible by {' * '.join(names)} = "
                 f"{' * '.join(map(str, sizes))} = {model}. Use {nearest} processes, or sizes "

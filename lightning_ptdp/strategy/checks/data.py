@@ -16,6 +16,7 @@ from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.models.lit_huggingface import LitHuggingFace
 from lightning_ptdp.shims.lightning import LightningModule
 from lightning_ptdp.strategy.checks.model import whole_model
+from lightning_ptdp.world.axes import nearest_multiples
 from lightning_ptdp.world.layout import ParallelLayout
 
 
@@ -92,11 +93,10 @@ def _check_length(length: int, config: PTDPConfig) -> None:
     size = config.tensor_parallel_size if config.sequence_parallel else 1
     check_sequence(length, config.context_parallel_size, sequence_parallel_size=size)
     if length % size:
-        nearest = sorted({length // size * size, -(-length // size) * size} - {0})
         raise ValueError(
             f"sequence_length={length} is not divisible by tensor_parallel_size={size}, over "
             "which sequence_parallel=True splits it. Use "
-            f"sequence_length={' or '.join(map(str, nearest))}, or sequence_parallel=False"
+            f"sequence_length={nearest_multiples(length, size)}, or sequence_parallel=False"
         )
 
 
