@@ -53,8 +53,8 @@ def table(plan: Plan) -> str:
 def _to_paste(job: Job, best: Candidate, *, sharded: bool) -> list[str]:
     if sharded:
         return [
-            f"no options to paste: {job.software.name} shards parameters over the replicas, "
-            "which PTDPStrategy does not support"
+            f"no options to paste: {job.software.name} shards parameters in another way than "
+            "shard='parameters'. For options, plan with --software ours"
         ]
     return [
         "to use 1 in a script:",
