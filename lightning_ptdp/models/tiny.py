@@ -151,7 +151,12 @@ def _new_folder(folder: str | os.PathLike[str], seed: int) -> Iterator[Path]:
         part = Path(scratch, target.name)
         yield part
         if not target.exists():
-            part.rename(target)
+            try:
+                part.rename(target)
+            except OSError:
+                # Ranks create the same folder at the same time.
+                if not target.exists():
+                    raise
 
 
 def tiny_tokenizer(vocabulary_size: int, *special: str) -> Any:

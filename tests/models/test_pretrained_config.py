@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -158,3 +159,16 @@ def test_code_next_to_known_model_is_not_run(model, monkeypatch):
     with torch.device("meta"):
         lit.configure_model()
     assert type(lit.model).__name__ == "LlamaForCausalLM"
+
+
+def test_folder_may_be_created_by_two_processes(tmp_path, monkeypatch):
+    rename = Path.rename
+
+    def rename_late(part, target):
+        shutil.copytree(part, target)
+        return rename(part, target)
+
+    monkeypatch.setattr(Path, "rename", rename_late)
+    make_tiny(tmp_path / "tiny", vocabulary_size=300)
+    assert (tmp_path / "tiny" / "config.json").is_file()
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
