@@ -161,7 +161,7 @@ class PTDPCLI(LightningCLI):
 
         Callbacks of the configuration are kept.
         """
-        _take_tokenizer(self.config)
+        take_tokenizer(self.config)
         self.report = RunReport()
         if self.verb == "fit":
             resolved = self.parser.dump(self.config, skip_none=False)
@@ -215,7 +215,7 @@ _CLASS_PATHS: Mapping[tuple[str, str], str] = MappingProxyType(
 )
 
 
-def _take_tokenizer(config: Namespace) -> None:
+def take_tokenizer(config: Namespace) -> None:
     """Set the data's tokenizer to that of the model's folder.
 
     Nothing changes if the model is not from a folder, or if the data already have a tokenizer or

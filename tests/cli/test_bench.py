@@ -57,6 +57,16 @@ def test_bench_needs_no_data_and_leaves_no_files(ptdp, no_data, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["tiny.yaml"]
 
 
+def test_data_take_tokenizer_of_model(ptdp, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    one = ["--trainer.devices", "1", "--trainer.strategy.tensor_parallel_size", "1"]
+    arguments = ["--config", "hf/nano", *one, "--steps", "1", "--warmup", "1", "--json"]
+    code, out, err = ptdp("bench", *arguments)
+    assert code == 0, err
+    (found,) = json.loads(out.splitlines()[-1])
+    assert found["world_size"] == 1
+
+
 def test_layouts_are_compared_at_equal_batch_size(ptdp, no_data, tmp_path):
     """The recipe has a base. The model supports the first layout, but not the second."""
     (tmp_path / "based.yaml").write_text(f"base: {Path(no_data).name}")
