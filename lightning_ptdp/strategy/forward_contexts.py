@@ -107,7 +107,12 @@ def make_surroundings(strategy: RunningStrategy) -> Surroundings:
         entries.append(SplitTokens(blocks, embeddings=splits))
     entries.append(DirectCalls())
     if tensor.size > 1 and watches:
-        entries.append(SplitFeatures(parallel.plan.numbers))
+        copies = {
+            parameter: managed.name
+            for parameter, managed in parallel.parameters.items()
+            if "tensor" not in (*managed.placement.sharded, *managed.placement.partial)
+        }
+        entries.append(SplitFeatures(parallel.plan.numbers, copies))
     return Surroundings(entries)
 
 

@@ -4,6 +4,10 @@ The output of a column layer is split along its last dimension. A softmax or a n
 split into two halves (``x.chunk(2, -1)``), would use only this rank's features, and is refused. So
 is a product of queries and keys that have not been split into heads, and a view with as many heads
 as the full layer has.
+
+Everything that is computed from the output, up to the next row layer, belongs to this rank alone.
+There a parameter of which each rank has a copy gets a part of its gradient, and a tensor of the
+full layer's size does not fit. Both are refused.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, combinations
 from operator import mul
 from typing import Any
 
@@ -22,9 +26,11 @@ from lightning_ptdp.base.function_replacement import (
     PRODUCTS,
     PartialModelError,
     PartialValues,
+    calling_line,
     named_dims,
     running_modules,
 )
+from lightning_ptdp.base.nested import iterate_tensors
 from lightning_ptdp.forward.surroundings import Context, FirstForwards
 from lightning_ptdp.shims.torch import has_compiled_parts
 from lightning_ptdp.tensor_parallel.kinds.vocabulary import VocabularyParallelHead
@@ -42,11 +48,14 @@ class SplitFeatures(FirstForwards):
 
     Args:
         numbers: Plain attributes that the plan has divided by the number of tensor ranks.
+        copies: Parameters of which each tensor rank has a copy, and their names. Those whose
+            gradients are summed over the ranks are left out.
     """
 
-    def __init__(self, numbers: Numbers) -> None:
+    def __init__(self, numbers: Numbers, copies: Mapping[nn.Parameter, str]) -> None:
         super().__init__()
         self._numbers = numbers
+        self._copies = copies
         self._module: nn.Module | None = None
 
     def attach(self, module: nn.Module) -> Callable[[], None]:
@@ -57,11 +66,15 @@ class SplitFeatures(FirstForwards):
     def first(self) -> Context:
         """Watch the forward."""
         module = self._module
-        return super().first() if module is None else _watched(module, self._numbers)
+        if module is None:
+            return super().first()
+        return _watched(module, self._numbers, self._copies)
 
 
 @contextlib.contextmanager
-def _watched(model: nn.Module, numbers: Numbers) -> Iterator[None]:
+def _watched(
+    model: nn.Module, numbers: Numbers, copies: Mapping[nn.Parameter, str]
+) -> Iterator[None]:
     features = _Features(
         {
             (module, key)
@@ -69,7 +82,8 @@ def _watched(model: nn.Module, numbers: Numbers) -> Iterator[None]:
             for pattern, keys in numbers.items()
             if matches(name, pattern)
             for key in keys
-        }
+        },
+        copies,
     )
     with contextlib.ExitStack() as undo:
         for name, layer in model.named_modules():
@@ -88,11 +102,18 @@ class _Features(PartialValues):
 
     Args:
         divided: Modules and their attributes that have this rank's value.
+        copies: Parameters of which each rank has a copy, and their names.
     """
 
-    def __init__(self, divided: Collection[tuple[nn.Module, str]]) -> None:
+    def __init__(
+        self, divided: Collection[tuple[nn.Module, str]], copies: Mapping[nn.Parameter, str]
+    ) -> None:
         super().__init__(self._refused)
         self._names: Any = WeakIdKeyDictionary()
+        self._local: Any = WeakIdKeyDictionary()  # computed from the output of a column layer
+        self._copied: Any = WeakIdKeyDictionary(
+            dict(copies)
+        )  # and what is computed from them alone
         self._fused: set[str] = set()
         self._numbers = divided
         self._ranks = 1
@@ -106,9 +127,56 @@ class _Features(PartialValues):
             if len(layer.parts) > 1:
                 self._fused.add(name)
             self._names[output] = name
+            self._local[output] = name
             self._divided[name] = (output.shape, frozenset({output.dim() - 1}))
 
         return follow
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Call ``func``, check its result, and follow what is computed from features and copies.
+
+        Raises:
+            PartialModelError: The result is not this rank's part of the full model's.
+        """
+        tensors = list(iterate_tensors((args, kwargs)))
+        layer = next((self._local[one] for one in tensors if one in self._local), None)
+        copied = [self._copied[one] for one in tensors if one in self._copied and one.requires_grad]
+        # Functions of this package sum the gradients.
+        line = calling_line(unless="lightning_ptdp") if layer is not None or copied else None
+        try:
+            result = super().__torch_function__(func, types, args, kwargs)
+        except RuntimeError as error:
+            if layer is None or line is None or not _differ(tensors, self._ranks):
+                raise
+            sizes = " and ".join(str(tuple(one.shape)) for one in tensors)
+            raise PartialModelError(
+                f"{line} calls {_name(func)} on tensors {sizes}, which have heads or features of "
+                f"'{layer}' of one and of all {self._ranks} tensor ranks. Split a parameter with "
+                "Region(heads=..., per_head=(...)) and a bias with Region(heads=..., arguments="
+                "(...)), or leave the layer and the row layer after it out of "
+                "ParallelPlan(tensor=...)"
+            ) from error
+        if line is None:
+            return result
+        if layer is not None and copied:
+            raise PartialModelError(
+                f"{line} calls {_name(func)} on features of '{layer}', of which each tensor rank "
+                f"has a part, and on '{copied[0]}', of which each has a copy and would get a part of "
+                "the gradient. Declare its module as 'partial' in ParallelPlan(tensor=...)"
+            )
+        is_copy = len(copied) == sum(one.requires_grad for one in tensors)
+        for one in iterate_tensors(result):
+            if one.requires_grad and layer is not None:
+                self._local[one] = layer
+            elif one.requires_grad and is_copy:
+                self._copied[one] = copied[0]
+        return result
 
     def _check_call(
         self, name: str, parts: list[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -195,6 +263,20 @@ class _Features(PartialValues):
             "rank has a part. Declare the parts of a fused layer (Column(parts=(...))), or leave "
             "the layer and the row layer after it out of ParallelPlan(tensor=...)"
         )
+
+
+def _name(func: Callable[..., Any]) -> str:
+    return getattr(func, "__name__", str(func))
+
+
+def _differ(tensors: Sequence[Tensor], ranks: int) -> bool:
+    """Return True if two tensors have a dimension of which only one is that of a single rank."""
+    for one, other in combinations(tensors, 2):
+        for pair in zip(reversed(one.shape), reversed(other.shape), strict=False):
+            factor, rest = divmod(max(pair), max(1, min(pair)))
+            if min(pair) > 1 and factor > 1 and not rest and ranks % factor == 0:
+                return True
+    return False
 
 
 def _takes_block(index: object, dims: int) -> bool:

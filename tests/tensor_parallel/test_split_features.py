@@ -119,8 +119,63 @@ EQUAL = {
     "divided heads of parts": (heads_of_parts, {"extra": Heads, **PARTS, **DIVIDED}),
     "partial": (lambda h, extra: extra(h), {"extra": nn.PReLU, "kinds": {"h.*.extra": "partial"}}),
 }
-UNDECLARED = {"undeclared": (lambda h, extra: extra(h), {"extra": nn.PReLU})}
-CASES = REFUSED | OF_HEADS | EQUAL | UNDECLARED
+
+
+class HeadNorm(nn.Module):
+    """Norm of the features of each of eight heads."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(INNER // 8)
+
+    def forward(self, h):
+        return self.norm(h.reshape(*h.shape[:-1], -1, INNER // 8)).flatten(-2)
+
+
+class LearnedSlope(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.slope = nn.Parameter(torch.zeros(1))
+
+    def forward(self, h):
+        return h.relu() * F.softplus(self.slope)
+
+
+class WholeScale(nn.Module):
+    """Factors of all features, and of all heads."""
+
+    def __init__(self, *shape):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(*shape or (INNER,)))
+
+    def forward(self, h):
+        parts = h.reshape(*h.shape[:-1], -1, INNER // 8) if self.scale.dim() > 1 else h
+        return (parts * self.scale).reshape(h.shape)
+
+
+class WholeHeadScale(WholeScale):
+    def __init__(self):
+        super().__init__(8, 1)
+
+
+UNDECLARED = {
+    "activation": (nn.PReLU, "prelu", "weight"),
+    "norm of heads": (HeadNorm, "layer_norm", "norm.weight"),
+    "slope": (LearnedSlope, "mul", "slope"),
+}
+LARGER = {
+    "scale of features": (WholeScale, "and (32,)"),
+    "scale of heads": (WholeHeadScale, "and (8, 1)"),
+}
+CASES = (
+    REFUSED
+    | OF_HEADS
+    | EQUAL
+    | {
+        name: (lambda h, extra: extra(h), {"extra": extra})
+        for name, (extra, *_) in (UNDECLARED | LARGER).items()
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,8 +222,21 @@ def test_functions_of_own_features_match_single_process(name, parity):
     parity.check(Run(case=name), (2, {T: 2}))
 
 
-def test_undeclared_parameter_of_split_features_is_named(pool):
-    run = Run(case="undeclared", steps=18).on((2, {T: 2}))
+@pytest.mark.parametrize("name", UNDECLARED)
+def test_undeclared_parameter_of_split_features_is_refused(name, pool):
+    """Each rank would get a part of its gradient, without an error."""
+    _, function, parameter = UNDECLARED[name]
+    run = Run(case=name).on((2, {T: 2}))
     for message in pool.run(refused, world_size=2, args=(run,)):
-        assert message.startswith("'h.0.extra.weight' is whole on every tensor rank")
-        assert "declare its module as 'partial'" in message
+        assert f"calls {function} on features of 'h.0.up'" in message
+        assert f"on 'h.0.extra.{parameter}'" in message
+        assert "Declare its module as 'partial'" in message
+
+
+@pytest.mark.parametrize("name", LARGER)
+def test_tensor_of_all_features_is_refused(name, pool):
+    _, shape = LARGER[name]
+    run = Run(case=name).on((2, {T: 2}))
+    for message in pool.run(refused, world_size=2, args=(run,)):
+        assert "calls mul on tensors" in message and shape in message
+        assert "of one and of all 2 tensor ranks" in message
