@@ -11,6 +11,7 @@ from lightning_ptdp.tensor_parallel import (
     Alias,
     Column,
     ParallelPlan,
+    Partial,
     PerRank,
     Region,
     Row,
@@ -70,6 +71,14 @@ def test_scaled_embedding_and_its_tied_head_are_kept_whole():
     assert Vocabulary() not in plan.tensor.values()
     untied = plan_for(make_model("gemma3", tie_word_embeddings=False))
     assert [name for name, kind in untied.tensor.items() if kind == Vocabulary()] == ["lm_head"]
+
+
+def test_learned_activation_is_partial():
+    """It sees a rank's features, so each rank has a part of its gradient."""
+    config = transformers.ApertusConfig(hidden_size=8, num_attention_heads=2, vocab_size=16)
+    with torch.device("meta"):
+        plan = find_plan(transformers.ApertusForCausalLM(config))
+    assert isinstance(plan.tensor["model.layers.*.mlp.act_fn"], Partial)
 
 
 def test_experts_are_kept_whole():

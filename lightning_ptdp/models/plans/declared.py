@@ -65,6 +65,7 @@ def declared_plan(module: Any, prefix: str = "") -> ParallelPlan:
             attentions = (child for name, child in modules.items() if matches(name, parent))
             if all(hasattr(child, "num_key_value_groups") for child in attentions):
                 numbers[parent] = {"num_key_value_groups": PerCopy(heads=kind.heads[0])}
+    tensor |= _learned_activations(modules, tensor)
     _add_regions(modules, tensor)
     tensor |= dict.fromkeys(spread_ends(module), Vocabulary())
     blocks, before, after = _order(module, modules)
@@ -120,6 +121,23 @@ def _kind(config: Any, pattern: str, style: str) -> Kind | None:
         case "replicated_with_grad_allreduce":
             return Partial()
     return None
+
+
+def _learned_activations(modules: Modules, tensor: Mapping[str, Kind]) -> dict[str, Kind]:
+    """Return the modules beside column and row layers whose parameters are single numbers.
+
+    A rank applies them to its features only. An example is Apertus' activation.
+    """
+    beside = {_parent(pattern) for pattern, kind in tensor.items() if isinstance(kind, Row)}
+    partial: dict[str, Kind] = {}
+    for name, module in modules.items():
+        parameters = list(module.parameters())
+        for parent in beside if parameters else ():
+            pattern = joined(parent, name.rpartition(".")[2])
+            is_number = all(parameter.numel() == 1 for parameter in parameters)
+            if is_number and matches(name, pattern) and pattern not in tensor:
+                partial[pattern] = Partial()
+    return partial
 
 
 def _add_regions(modules: Modules, tensor: dict[str, Kind]) -> None:
