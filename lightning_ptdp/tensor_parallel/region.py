@@ -95,12 +95,20 @@ def is_whole(module: nn.Module) -> bool:
 
 
 def _change_input(
-    change: Callable[[Any], Tensor], _module: nn.Module, args: Positional, kwargs: Keywords
+    change: Callable[[Any], Tensor], module: nn.Module, args: Positional, kwargs: Keywords
 ) -> tuple[Positional, Keywords]:
     if args:
         return (change(args[0]), *args[1:]), kwargs
-    first = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
+    # A caller may name the arguments in another order.
+    names = ("hidden_states", *_parameters(module), *kwargs)
+    first = next(name for name in names if name in kwargs)
     return args, {**kwargs, first: change(kwargs[first])}
+
+
+def _parameters(module: nn.Module) -> list[str]:
+    """Return the names of the parameters of a module's forward, in order."""
+    _self, *names = inspect.signature(type(module).forward).parameters
+    return names
 
 
 def _change_output(
@@ -133,9 +141,9 @@ def _own_heads(
     def own(name: str, x: object) -> object:
         return _heads_of_rank(heads, group, x) if name in arguments else x
 
-    _self, *names = inspect.signature(type(module).forward).parameters
+    names = chain(_parameters(module), repeat(""))
     return (
-        tuple(own(name, x) for name, x in zip(chain(names, repeat("")), args, strict=False)),
+        tuple(own(name, x) for name, x in zip(names, args, strict=False)),
         {name: own(name, x) for name, x in kwargs.items()},
     )
 
