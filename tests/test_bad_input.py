@@ -134,6 +134,31 @@ class LitHooked(LitNet):
         self.net[0].register_forward_hook(lambda *_: None)
 
 
+class LitPreHooked(LitNet):
+    """Module with a hook before the forward of such a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.net[0].register_forward_pre_hook(lambda _, args: (args[0] / 2,))
+
+
+class LitBackwardHooked(LitNet):
+    """Module with a hook on the backward of such a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.net[0].register_full_backward_hook(lambda _, grads, __: (grads[0] / 2,))
+
+
+class LitPatched(LitNet):
+    """Module with another forward of such a layer, set on the object."""
+
+    def __init__(self):
+        super().__init__()
+        layer = self.net[0]
+        layer.forward = lambda x: nn.Linear.forward(layer, x) / 2
+
+
 class LitAttentions(LitNet):
     """Module that requests the attention weights of all heads."""
 
@@ -288,6 +313,27 @@ CASES = {
         LitHooked,
         8,
         ["'net.0' has a forward hook", "the parent module"],
+    ),
+    "hook before": (
+        2,
+        {T: 2, "plan": plan(net_0="column")},
+        LitPreHooked,
+        8,
+        ["'net.0' has a forward pre-hook", "the parent module"],
+    ),
+    "hook of backward": (
+        2,
+        {T: 2, "plan": plan(net_0="column")},
+        LitBackwardHooked,
+        8,
+        ["'net.0' has a backward hook", "the parent module"],
+    ),
+    "patched": (
+        2,
+        {T: 2, "plan": plan(net_0="column")},
+        LitPatched,
+        8,
+        ["'net.0' is a Linear", "its forward is not that of nn.Linear"],
     ),
     "attentions": (
         2,

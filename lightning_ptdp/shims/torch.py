@@ -186,8 +186,12 @@ def sharing_casts(context: Callable[[], AbstractContextManager[object]]) -> Iter
 
 def has_module_hooks(module: nn.Module) -> bool:
     """Return True if hooks see a module's calls or their backwards."""
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(module, kind) for kind in kinds)
+    return bool(module._forward_hooks or module._forward_pre_hooks) or has_backward_hooks(module)
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Return True if hooks see the backwards of a module's calls."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:

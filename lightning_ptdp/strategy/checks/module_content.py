@@ -27,7 +27,9 @@ from lightning_ptdp.shims.lightning import LightningModule, fits
 from lightning_ptdp.shims.quantization import is_packed, quantized_parameters
 from lightning_ptdp.shims.torch import (
     forward_hooks,
+    forward_pre_hooks,
     has_accumulation_hooks,
+    has_backward_hooks,
     has_gradient_hooks,
 )
 from lightning_ptdp.shims.transformers import is_capture, is_gradient_request
@@ -254,15 +256,24 @@ def check_shared_values(model: nn.Module, config: PTDPConfig, layout: ParallelLa
 
 def check_hooks(model: nn.Module, kinds: Mapping[str, Kind]) -> None:
     for name, kind in kinds.items():
-        hooks, _ = forward_hooks(model.get_submodule(name))
-        if not isinstance(kind, Alias | Partial | Region) and not all(
-            is_capture(hook) or is_gradient_request(hook) for hook in hooks.values()
-        ):
+        hook = _lost_hook(model.get_submodule(name))
+        if hook is not None and not isinstance(kind, Alias | Partial | Region):
             raise ValueError(
-                f"'{name}' has a forward hook, but tensor parallelism replaces this module "
+                f"'{name}' has a {hook}, but tensor parallelism replaces this module "
                 "with one that returns a part of the output. Put the hook on the parent "
                 "module, or use tensor_parallel_size=1"
             )
+
+
+def _lost_hook(module: nn.Module) -> str | None:
+    """Return which hook of a module its replacement would not have; None: it has none."""
+    after, _ = forward_hooks(module)
+    if not all(is_capture(hook) or is_gradient_request(hook) for hook in after.values()):
+        return "forward hook"
+    before, _ = forward_pre_hooks(module)
+    if before:
+        return "forward pre-hook"
+    return "backward hook" if has_backward_hooks(module) else None
 
 
 def check_hooks_before_sums(model: nn.Module, config: PTDPConfig, layout: ParallelLayout) -> None:

@@ -211,16 +211,15 @@ class Kind:
 
 
 def has_own_forward(module: nn.Module, base: type[nn.Module]) -> bool:
-    """Return True if a subclass of ``base`` computes something else.
+    """Return True if an object of a subclass of ``base`` computes something else.
 
-    An example is an embedding that scales its output.
+    An example is an embedding that scales its output, or whose ``forward`` is set on the object.
     """
     kind = type(module)
-    return (
-        isinstance(module, base)
-        and kind.forward is not base.forward
-        and (kind.__module__, kind.__name__) not in _AS_LINEAR
-    )
+    if not isinstance(module, base):
+        return False
+    is_known = (kind.__module__, kind.__name__) in _AS_LINEAR
+    return "forward" in vars(module) or (kind.forward is not base.forward and not is_known)
 
 
 def check_divides(name: str, label: str, number: int, size: int, *, axis: str = "tensor") -> None:
