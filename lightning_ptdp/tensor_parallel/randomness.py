@@ -5,7 +5,8 @@ If all ranks hold the same activation, they must drop the same elements. If each
 from a stream that all ranks share, and inside a region from a stream of the rank's own::
 
     no sequence parallelism   from a column layer to the next row layer
-    sequence parallelism      split within the blocks: in the blocks, except in ``Whole`` modules
+    sequence parallelism      split within the blocks: in the blocks; in ``Whole`` modules as
+                              without sequence parallelism
                               split from embedding to head: everywhere; no stream is shared
 
 The seed of a rank's own stream is drawn from the shared one, so recomputation of activations
@@ -66,7 +67,7 @@ class SplitRandomness(Surrounding):
 
     def attach(self, module: nn.Module) -> Callable[[], None]:
         """Install hooks that follow where the module enters and leaves split regions."""
-        self._drops = any(map(_drops, module.modules()))
+        self._drops = any(map(drops, module.modules()))
         return give_randomness(
             module,
             self,
@@ -150,7 +151,7 @@ class PlacedDropout(nn.Dropout):
             return F.dropout(x, self.p, self.training)
 
 
-def _drops(module: nn.Module) -> bool:
+def drops(module: nn.Module) -> bool:
     """Return True if an attribute shows that the module drops elements.
 
     Such an attribute is ``dropout=0.1``, or the ``p`` of an ``nn.Dropout``.
@@ -180,8 +181,11 @@ def give_randomness(
         A function that undoes the change.
     """
     undo = contextlib.ExitStack()
+    # Split layers in a whole module begin and end regions, as without sequence parallelism.
+    joined = {layer for whole in module.modules() if is_whole(whole) for layer in whole.modules()}
     for layer in module.modules():
-        if "randomness" in vars(layer) and (blocks is None or isinstance(layer, PlacedDropout)):
+        switches = blocks is None or layer in joined or isinstance(layer, PlacedDropout)
+        if "randomness" in vars(layer) and switches:
             vars(layer)["randomness"] = randomness
             undo.callback(setattr, layer, "randomness", None)
     if blocks is not None:

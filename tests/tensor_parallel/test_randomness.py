@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ptdp.strategy import PTDPStrategy
 from lightning_ptdp.tensor_parallel import ParallelPlan
+from tests.errors import raises_with
 from tests.huggingface.runs import Samples, make_model
 from tests.parity import make_trainer
 
@@ -69,6 +70,38 @@ class LitMixed(LitMlp):
     def configure_parallel(self):
         tensor = {"blocks.*.up": "column", "blocks.*.down": "row", "blocks.*.mix": "whole"}
         return ParallelPlan(tensor=tensor, blocks="blocks", sequence="blocks")
+
+
+class Split(Mixed):
+    """An MLP with dropout on split features of a whole module inside a split sequence."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix = Mlp()
+
+
+class LitSplit(LitMlp):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(Split(), Split())
+
+    def configure_parallel(self):
+        tensor = {"blocks.*.up": "column", "blocks.*.down": "row", "blocks.*.mix": "whole"}
+        tensor |= {"blocks.*.mix.up": "column", "blocks.*.mix.down": "row"}
+        return ParallelPlan(tensor=tensor, blocks="blocks", sequence="blocks")
+
+
+class LitEnds(LitMixed):
+    """A model whose sequence is split from the embedding to the head."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Embedding(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def configure_parallel(self):
+        ends = {"words": "vocabulary", "head": "vocabulary"}
+        plan = super().configure_parallel()
+        return ParallelPlan(tensor={**plan.tensor, **ends}, blocks="blocks")
 
 
 class LitBert(LitBase):
@@ -148,6 +181,21 @@ def test_recomputation_replays_dropout_of_whole_module(pool):
         assert _equal(first[name], second[name]) == ("mix" in name), name
     _, found = pool.run(_fit, world_size=2, args=(LitMixed, {**layout, "recompute": "full"}, 2))[0]
     assert all(torch.equal(found[name], value) for name, value in kept.items())
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_split_features_of_whole_module_have_different_masks(recompute, pool):
+    layout = {"tensor_parallel_size": 2, "sequence_parallel": True, "recompute": recompute}
+    (first, kept), (second, same) = pool.run(_fit, world_size=2, args=(LitSplit, layout, 2))
+    for name in first:
+        assert _equal(first[name], second[name]) == ("mix.outside" in name), name
+    assert all(torch.equal(same[name], value) for name, value in kept.items())
+
+
+def test_dropout_of_whole_module_between_split_ends_is_refused():
+    strategy = PTDPStrategy(tensor_parallel_size=2, sequence_parallel=True)
+    with raises_with(["'blocks.0.mix' is 'whole' and has dropout", "sequence='blocks'"]):
+        make_trainer(strategy, 2).strategy.check(LitEnds())
 
 
 def test_dropout_outside_sequence_parallel_blocks_is_equal(pool):

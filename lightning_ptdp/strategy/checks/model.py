@@ -34,6 +34,7 @@ from lightning_ptdp.strategy.checks.module_content import (
     check_quantized,
     check_shared_values,
     check_skipped_layers,
+    check_whole_dropout,
     hooks_by_name,
 )
 from lightning_ptdp.strategy.forward_contexts import check_surroundings
@@ -112,6 +113,8 @@ def check_model(
     check_gradient_hooks(hooked, kinds)
     if layout.tensor_parallel_size > 1:
         check_hooks(whole, kinds)
+        if layout.sequence_parallel and not config.keyed_dropout:
+            check_whole_dropout(whole, plan, kinds)
         check_captured(whole, kinds, sequence_parallel=layout.sequence_parallel)
     check_surroundings(whole, config)
     blocks: Blocks | None = plan.blocks

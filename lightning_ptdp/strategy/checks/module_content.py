@@ -33,7 +33,8 @@ from lightning_ptdp.shims.torch import (
     has_gradient_hooks,
 )
 from lightning_ptdp.shims.transformers import is_capture, is_gradient_request
-from lightning_ptdp.tensor_parallel import Alias, Kind, Partial, Region, Whole
+from lightning_ptdp.tensor_parallel import Alias, Kind, ParallelPlan, Partial, Region, Whole
+from lightning_ptdp.tensor_parallel.randomness import drops
 from lightning_ptdp.world.layout import ParallelLayout
 
 _DIGEST = 12  # characters shown
@@ -251,6 +252,19 @@ def check_shared_values(model: nn.Module, config: PTDPConfig, layout: ParallelLa
                 f"'{name}' and '{other_name}' are two parameters with the same memory (.data), which "
                 "shard, offload_optimizer and layouts that divide the model would separate. Assign "
                 "the parameter itself (head.weight = embedding.weight), or copy the values"
+            )
+
+
+def check_whole_dropout(model: nn.Module, plan: ParallelPlan, kinds: Mapping[str, Kind]) -> None:
+    """Check that modules kept whole draw the same random numbers on all tensor ranks.
+
+    If the sequence is split from the embedding to the head, each rank draws its own."""
+    for name, kind in kinds.items() if plan.sequence == "ends" else ():
+        if kind.keeps_sequence and any(map(drops, model.get_submodule(name).modules())):
+            raise ValueError(
+                f"'{name}' is {kind.name!r} and has dropout, but with sequence='ends' each tensor "
+                "rank draws random numbers for its own slice of the sequence. Use "
+                "ParallelPlan(sequence='blocks'), keyed_dropout=True, or no dropout in this module"
             )
 
 
