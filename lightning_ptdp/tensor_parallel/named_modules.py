@@ -86,11 +86,18 @@ def local_numbers(
     """Return (module, attribute, value on a rank) for each of the numbers.
 
     Raises:
-        ValueError: A module has no such attribute, or its value does not divide.
+        ValueError: A pattern matches no module, a module has no such attribute, or its value does
+            not divide.
     """
     local = []
+    modules = dict(model.named_modules())
     for pattern, attributes in numbers.items():
-        for name, module in model.named_modules():
+        if not any(matches(name, pattern) for name in modules):
+            raise ValueError(
+                f"the pattern {pattern!r} in the plan's numbers matches no module of "
+                f"{type(model).__name__}; {nearest_names(pattern, modules)}"
+            )
+        for name, module in modules.items():
             for key, number in attributes.items() if matches(name, pattern) else ():
                 if key not in vars(module):
                     raise ValueError(

@@ -6,7 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ptdp.tensor_parallel import Column, ParallelPlan, Partial, Position, Row, Vocabulary
+from lightning_ptdp.tensor_parallel import (
+    Column,
+    ParallelPlan,
+    Partial,
+    PerRank,
+    Position,
+    Row,
+    Vocabulary,
+)
 from tests.errors import raises_with
 from tests.tensor_parallel.toy import Toy, toy_plan
 
@@ -74,6 +82,14 @@ def test_plans_are_picklable_and_comparable():
 def test_mismatch_of_plan_and_model_is_refused(plan, words):
     with raises_with(words):
         ParallelPlan(**plan).check(Toy(), tensor_parallel_size=1)
+
+
+def test_numbers_of_no_module_are_refused():
+    plan = ParallelPlan(
+        tensor={"layers.*.up": "column"}, numbers={"layers.*.atention": {"heads": PerRank()}}
+    )
+    with raises_with(["'layers.*.atention'", "numbers", "layers.0.attention"]):
+        plan.check(Toy(), tensor_parallel_size=2)
 
 
 @pytest.mark.parametrize(
