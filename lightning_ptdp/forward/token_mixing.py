@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from itertools import permutations
 from types import MappingProxyType
 from typing import Any
 
@@ -139,7 +140,14 @@ class TokenMixing(TorchFunctionMode):
             name not in self._allowed and self._mixes(name, values, options)
         ):
             self._refuse(line, name, values)
-        result = function(*args, **kwargs)
+        try:
+            result = function(*args, **kwargs)
+        except RuntimeError as error:
+            tensors = list(iterate_tensors((args, kwargs)))
+            if not self._meets_more_tokens(tensors):
+                raise
+            shapes = " and ".join(str(tuple(tensor.shape)) for tensor in tensors)
+            raise self._refused_positions(f"{line} calls {name} on tensors {shapes}") from error
         if self._is_total(name, values, options, result):
             # A maximum may be logged, with the same reduction over the ranks.
             warns = name in ("max", "min") and self._averages_here()
@@ -158,6 +166,17 @@ class TokenMixing(TorchFunctionMode):
         if not warns:
             raise error
         warnings.warn(str(error), stacklevel=3)
+
+    def _meets_more_tokens(self, tensors: Sequence[Tensor]) -> bool:
+        """Return True if a tensor has tokens of the slice where another one has those of all."""
+        n = self.tokens
+        for one, other in permutations(tensors, 2):
+            pairs = zip(reversed(one.shape), reversed(other.shape), strict=False)
+            if has_tokens(one, n) and any(
+                size == n < more and more % n == 0 for size, more in pairs
+            ):
+                return True
+        return False
 
     def _averages_here(self) -> bool:
         averages = self._averages

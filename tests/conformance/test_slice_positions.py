@@ -201,3 +201,16 @@ def test_numbers_that_are_not_of_slice_are_accepted():
         torch.arange(0, 2 * SLICE, 2).float().cos()  # frequencies
         with pytest.raises(ValueError, match="counts positions from 0"):
             F.embedding(torch.arange(0, SLICE, 1)[None], table)
+
+
+@pytest.mark.parametrize("shape", [(LENGTH, WIDTH), (1, LENGTH, WIDTH), (3, LENGTH, 1)])
+def test_tensor_of_all_tokens_beside_slice_is_refused(shape):
+    """An embedding of positions that the plan does not name has the whole sequence."""
+    watch = TokenMixing(
+        ValueError, refused_positions=ValueError, sizes=(WIDTH,), tokens=SLICE, samples=3
+    )
+    hidden = torch.zeros(3, SLICE, WIDTH)
+    with watch, pytest.raises(ValueError, match=r"calls add on tensors \(3, .*and"):
+        hidden + torch.zeros(shape)
+    with watch, pytest.raises(RuntimeError, match="must match"):  # another error
+        hidden + torch.zeros(SLICE, WIDTH + 1)
