@@ -26,10 +26,11 @@ def sequence_length(batch: Any, sequence_dims: SequenceDims | None = None) -> in
     """Return the number of tokens of the sequence in a batch.
 
     It is the size of a dimension that ``sequence_dims`` names, else dimension 1 of "input_ids" or
-    "inputs_embeds", else dimension 1 of the first tensor with at least two dimensions.
+    "inputs_embeds", else dimension 1 of the first tensor with two or three dimensions. Tensors with
+    more may be images or masks.
 
     Raises:
-        ValueError: No tensor has a dimension 1, or the named dimensions disagree.
+        ValueError: There is no such tensor, or the named dimensions disagree.
     """
     tensors = named_tensors(batch)
     dims = sequence_dims or {}
@@ -41,7 +42,7 @@ def sequence_length(batch: Any, sequence_dims: SequenceDims | None = None) -> in
         )
     if named:
         return next(iter(named.values()))
-    allowed = [(name, t) for name, t in tensors if t.dim() > 1 and name not in dims]
+    allowed = [(name, t) for name, t in tensors if t.dim() in (2, 3) and name not in dims]
     model_inputs = [t for name, t in allowed if name in ("input_ids", "inputs_embeds")]
     candidates = model_inputs or [t for _, t in allowed]
     if not candidates:

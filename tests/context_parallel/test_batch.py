@@ -50,6 +50,13 @@ def test_tensors_are_cut_along_sequence_dimension():
     assert all(local[key] is batch[key] for key in ("keys", "image", "class", "scalar", "name"))
 
 
+def test_images_are_no_sequence():
+    image = torch.zeros(2, 3, 16, 16)
+    with pytest.raises(ValueError, match=r"no tensor \(batch, sequence, ...\)"):
+        sequence_length({"image": image, "class": torch.zeros(2)})
+    assert sequence_length({"image": image, "text": torch.zeros(2, LENGTH)}) == LENGTH
+
+
 def test_sequence_dims_override_default_dimension():
     x = torch.arange(LENGTH * LENGTH).view(LENGTH, LENGTH)
     local = shard({"rows": x, "whole": x, "nested": [{"rows": x}]}, rows=0, whole=None)
