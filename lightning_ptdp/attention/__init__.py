@@ -27,7 +27,7 @@ from lightning_ptdp.attention.sequence_chunks import (
     positions,
     shard_sequence,
 )
-from lightning_ptdp.attention.sliced_attention import SlicedAttention, WholeMask, known_mask
+from lightning_ptdp.attention.sliced_attention import FullMask, SlicedAttention, known_mask
 
 __all__ = [
     "ATTENTIONS",
@@ -36,7 +36,7 @@ __all__ = [
     "ContextParallelError",
     "KeyedAttention",
     "SlicedAttention",
-    "WholeMask",
+    "FullMask",
     "additive",
     "check_sequence",
     "document_mask",

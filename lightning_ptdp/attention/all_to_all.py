@@ -64,7 +64,7 @@ class AllToAllAttention(DistributedAttention):
             k = k.repeat_interleave(copies, dim=1)
             v = v.repeat_interleave(copies, dim=1)
         q, k, v = _HeadExchange.apply(_to_heads, _to_sequence, group, call.q, k, v)
-        mask = None if call.mask is None else _whole_mask(call.mask, q, group)
+        mask = None if call.mask is None else _full_mask(call.mask, q, group)
         full_call = AttentionCall(
             q, k, v, causal=call.causal, mask=mask, scale=call.scale, dropout_p=call.dropout_p
         )
@@ -154,7 +154,7 @@ def _trade(sent: Sequence[Sequence[Tensor]], group: Group) -> list[list[Tensor]]
     return result
 
 
-def _whole_mask(mask: Tensor, q: Tensor, group: Group) -> Tensor:
+def _full_mask(mask: Tensor, q: Tensor, group: Group) -> Tensor:
     """Return the mask of all queries for this rank's heads."""
     mask = mask[(None,) * (4 - mask.dim())]
     if mask.size(-2) > 1:

@@ -35,7 +35,7 @@ _BIASED = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class WholeMask:
+class FullMask:
     """Mask of an attention call, for the full sequence.
 
     Attributes:
@@ -73,11 +73,11 @@ class SlicedAttention:
     length: int
     padded: bool
     differentiates: bool
-    known: WholeMask | None = None
+    known: FullMask | None = None
     attended: bool = False
     seen: set[tuple[bool, int]] = field(default_factory=set)
     is_recomputable: bool = False
-    _last: tuple[object, WholeMask | None, Tensor | None] = (None, None, None)
+    _last: tuple[object, FullMask | None, Tensor | None] = (None, None, None)
 
     def __call__(self, call: AttentionCall) -> Tensor:
         """Return the results of this rank's queries over the full sequence; collective.
@@ -117,13 +117,13 @@ class SlicedAttention:
         )
         return result[0] if call.q.dim() == 3 else result
 
-    def _full_mask(self, call: AttentionCall, samples: int, kv_heads: int) -> WholeMask:
+    def _full_mask(self, call: AttentionCall, samples: int, kv_heads: int) -> FullMask:
         """Return the mask of a call, and read it only if the call before had another one.
 
         Reading waits for the device, and layers usually get the same mask."""
         mask = call.mask
         if mask is None and not self.padded:
-            return WholeMask(causal=call.causal, kv_heads=kv_heads)
+            return FullMask(causal=call.causal, kv_heads=kv_heads)
         if self.known is not None and _is_known(mask):
             return self.known
         identity = None if mask is None else (mask.data_ptr(), mask.shape, mask.stride())
@@ -161,7 +161,7 @@ class SlicedAttention:
                 "model's own checkpointing off, and use PTDPStrategy(recompute='full')"
             )
 
-    def _read(self, call: AttentionCall, samples: int, kv_heads: int) -> WholeMask:
+    def _read(self, call: AttentionCall, samples: int, kv_heads: int) -> FullMask:
         """Read the mask of a call; collective if the batch has a padding mask.
 
         Some ranks may then pass a mask that ranks without padding in their slice leave out, so all
@@ -188,7 +188,7 @@ class SlicedAttention:
         mask = mask[(None,) * (4 - mask.dim())]
         description = f"an attention mask of shape {tuple(mask.shape)}"
         if mask.size(-2) in (1, local) and mask.size(-1) == self.length:
-            return WholeMask(causal=False, mask=mask, kv_heads=kv_heads)
+            return FullMask(causal=False, mask=mask, kv_heads=kv_heads)
         if mask.size(-2) not in (1, local) or mask.size(-1) != local:
             raise self._refusal(description)
         kinds, keys = _classify(mask)
@@ -203,11 +203,11 @@ class SlicedAttention:
                 "the other ranks do not know these tokens. Add a mask of shape (batch, sequence) "
                 "to the batch as 'attention_mask', 'key_padding_mask' or 'padding_mask'"
             )
-        return WholeMask(causal=kind == _CAUSAL, kv_heads=kv_heads)
+        return FullMask(causal=kind == _CAUSAL, kv_heads=kv_heads)
 
     def _agree(
         self, keys: Tensor, own: tuple[Tensor | int, int, bool], description: str
-    ) -> WholeMask:
+    ) -> FullMask:
         """Combine the ranks' visible keys (b, s/c) int32 and agree on the kind of mask.
 
         It reads values back once. ``own`` holds the possible kinds of this rank's mask, its number
@@ -236,7 +236,7 @@ class SlicedAttention:
                 "and others bidirectional attention, because the model decides by the values of "
                 "its slice. Pass is_causal explicitly"
             )
-        return WholeMask(
+        return FullMask(
             causal=bool(common & _CAUSAL),
             mask=None if all_visible else full[:, None, None],
             kv_heads=min(fields[1::3]),

@@ -15,8 +15,8 @@ from lightning_ptdp.attention import (
     ATTENTIONS,
     AttentionKind,
     ContextParallelError,
+    FullMask,
     SlicedAttention,
-    WholeMask,
     check_sequence,
     find_documents,
     known_mask,
@@ -246,7 +246,7 @@ class ContextParallel(Surrounding):
 
     def _known(
         self, batch: Any, seen: Collection[tuple[bool, int]], *, padded: bool
-    ) -> WholeMask | None:
+    ) -> FullMask | None:
         """Return the mask of all attention calls, if the model builds it from the padding mask.
 
         The result is None if the first forward has not run yet, if it had attention calls of
@@ -258,7 +258,7 @@ class ContextParallel(Surrounding):
             return None
         ((causal, kv_heads),) = seen
         visible = (mask != 0)[:, None, None] if padded and isinstance(mask, Tensor) else None
-        return WholeMask(causal=causal, kv_heads=kv_heads, mask=visible)
+        return FullMask(causal=causal, kv_heads=kv_heads, mask=visible)
 
     def _documents(self, batch: Any) -> Tensor | None:
         """Return the document index of each token, (b, s) int64, or None.

@@ -336,7 +336,7 @@ def _refuse_in_place(name: str, first: object, kwargs: Mapping) -> None:
 
 _LOCAL = (
     "device dtype element_size get_device grad_fn is_complex is_cpu is_cuda is_floating_point "
-    "is_inference is_leaf is_meta layout dim ndim requires_grad __hash__"
+    "is_inference is_leaf is_meta layout dim ndim requires_grad"
 )
 _LOSS = inspect.signature(F.cross_entropy)
 _SHAPE = "shape size numel nelement __len__"
