@@ -152,6 +152,21 @@ def check_type(name: str, module: nn.Module, kind: Kind) -> None:
         )
 
 
+def check_nested(kinds: Mapping[str, Kind]) -> None:
+    """Check that no module inside of a module that a kind shards as one has a kind, too."""
+    for inner, kind in kinds.items():
+        name = inner
+        while name:
+            name = name.rpartition(".")[0]
+            outer = kinds.get(name)
+            # Regions and whole modules keep their parts, and aliases have none.
+            if outer is not None and not outer.keeps_children and outer.ties != "any":
+                raise ValueError(
+                    f"the plan has {outer} for '{name}' and {kind} for '{inner}' inside of it. Keep "
+                    f"one of them, and move own parameters of '{name}' into a module of their own"
+                )
+
+
 def check_tied(model: nn.Module, kinds: Mapping[str, Kind]) -> None:
     """Check that modules that share a weight are sharded in the same way."""
     users: dict[int, tuple[str, Kind | None]] = {}

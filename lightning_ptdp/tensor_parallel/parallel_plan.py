@@ -14,6 +14,7 @@ from lightning_ptdp.tensor_parallel.kinds import SPLIT_AXES, Kind, kind_from
 from lightning_ptdp.tensor_parallel.named_modules import (
     Number,
     check_ends,
+    check_nested,
     check_tied,
     check_type,
     explain,
@@ -207,6 +208,7 @@ class ParallelPlan:
         for name, kind in kinds.items():
             kind.check(name, model.get_submodule(name), degrees[kind.axis])
         check_tied(model, kinds)
+        check_nested(kinds)
         for name, kind in kinds.items():
             kind.check_inside(name, model.get_submodule(name), kinds)
         if sequence_parallel:

@@ -84,6 +84,13 @@ def test_mismatch_of_plan_and_model_is_refused(plan, words):
         ParallelPlan(**plan).check(Toy(), tensor_parallel_size=1)
 
 
+def test_kind_inside_of_module_with_kind_is_refused():
+    """Both would shard the inner module, whose weight stayed whole."""
+    tensor = {"layers.*.attention": "partial", "layers.*.attention.qkv": "column"}
+    with raises_with(["Partial() for 'layers.0.attention'", "'layers.0.attention.qkv' inside"]):
+        ParallelPlan(tensor=tensor).check(Toy(), tensor_parallel_size=2)
+
+
 def test_numbers_of_no_module_are_refused():
     plan = ParallelPlan(
         tensor={"layers.*.up": "column"}, numbers={"layers.*.atention": {"heads": PerRank()}}
