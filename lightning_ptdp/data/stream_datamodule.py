@@ -20,6 +20,7 @@ from lightning_ptdp.base.option_types import Count, Size, check_arguments, check
 from lightning_ptdp.data.loader import EvaluationLoader, TokenLoader
 from lightning_ptdp.data.manifest import SplitName
 from lightning_ptdp.data.stream import SampleStream
+from lightning_ptdp.shims.lightning import fits
 from lightning_ptdp.world.batch_size import BatchPlan, RampUp
 
 Loader = TypeVar("Loader")
@@ -181,12 +182,14 @@ class StreamDataModule(DescribedData, LightningDataModule):
         """Continue from the position of a checkpoint.
 
         The position goes to the training loader of this fit, or to the next one if there is none
-        yet.
+        yet. Validation, test and prediction restore checkpoints, too, but change no position.
 
         Raises:
             DataError: The position belongs to other data. If there is no loader yet,
                 ``train_dataloader`` raises it.
         """
+        if self.trainer is not None and not fits(self.trainer):
+            return
         # A strategy may restore after its set-up. By then configure_optimizers may have asked for
         # the number of steps, and so have created the loader.
         if self._train is not None and self._train_for is self.trainer:

@@ -88,6 +88,24 @@ def test_extended_fit_continues_and_overfitting_repeats(make, tmp_path, uninterr
     check_overfitting(datamodule, tmp_path)
 
 
+def test_evaluated_checkpoint_changes_no_position(make, tmp_path, uninterrupted):
+    _, checkpoint = saved_at(5, make(), tmp_path)
+    datamodule = make()
+    evaluate = {"datamodule": datamodule, "ckpt_path": checkpoint, "verbose": False}
+    trainer(tmp_path).validate(Recorder(), **evaluate)
+    module = Recorder()
+    run = trainer(tmp_path, max_epochs=1)
+    run.fit(module, datamodule=datamodule)
+    run.test(module, **evaluate)
+    run.fit_loop.max_epochs = 2
+    run.fit(module, datamodule=datamodule)
+    assert module.seen == uninterrupted
+    other = make(seed=1)  # in which training could not continue at the checkpoint's position
+    run = trainer(tmp_path, max_epochs=-1, max_steps=1)
+    run.fit(Recorder(), datamodule=other)
+    run.test(Recorder(), **{**evaluate, "datamodule": other})
+
+
 def test_validation_reads_every_sample_once(make, tmp_path):
     module, datamodule = Recorder(), make()
     trainer(tmp_path).validate(module, datamodule=datamodule, verbose=False)
