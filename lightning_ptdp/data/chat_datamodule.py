@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -175,7 +176,6 @@ class ChatDataModule(PreparedDataModule):
 
 
 _ROUNDED = 64
-"""Batches are as long as their longest answer, rounded up to a multiple of this."""
 
 
 @dataclass(frozen=True)
@@ -264,10 +264,14 @@ class PreferenceStream(ChatStream):
 
     The arguments are those of ``ChatStream`` without packing. A pair counts as too long if either
     conversation is.
+
+    Attributes:
+        multiple: Batches are as long as their longest answer, rounded up to a multiple of this.
     """
 
     form = "preference"
     per_document = 2
+    multiple = _ROUNDED
 
     def __getitems__(self, visits: Sequence[int]) -> np.ndarray:
         """Return inputs, labels and positions of chosen and rejected, int32 (b, 2, 3, s)."""
@@ -286,7 +290,7 @@ class PreferenceStream(ChatStream):
         tensors = torch.from_numpy(rows).long()
         used = (tensors[:, :, 1] != IGNORE_INDEX).any(0).any(0).nonzero()
         longest = int(used[-1]) + 1 if len(used) else 1
-        length = min(-(-longest // _ROUNDED) * _ROUNDED, self.sequence_length)
+        length = min(-(-longest // self.multiple) * self.multiple, self.sequence_length)
         batch = {
             f"{answer}_{name}": tensors[:, part, index, :length].contiguous()
             for part, answer in enumerate(("chosen", "rejected"))
@@ -300,8 +304,9 @@ class PreferenceDataModule(ChatDataModule):
 
     A batch is ``{"chosen_ids", "chosen_labels", "rejected_ids", "rejected_labels", "pair"}``, int64
     of shape (batch, s), and ``pair`` of shape (batch). s is the longest sequence of the batch,
-    rounded up to 64, and at most ``sequence_length``. Labels are shifted by one, and -100 outside
-    of the two answers. The two sequences of a pair are always in the same microbatch.
+    rounded up to 64 (or to a length that the layout can split), and at most ``sequence_length``.
+    Labels are shifted by one, and -100 outside of the two answers. The two sequences of a pair are
+    always in the same microbatch.
 
     Args:
         path: Data as for ``ChatDataModule``, with columns ``chosen`` and ``rejected``. Both hold a
@@ -336,3 +341,12 @@ class PreferenceDataModule(ChatDataModule):
         """
         train = self._evaluation_loader(self._stream("train"))
         return {"train": train, "validation": self.val_dataloader()}
+
+    def _stream(self, split: SplitName, max_samples: int | None = None) -> ChatStream:
+        stream = super()._stream(split, max_samples)
+        layout: Any = getattr(getattr(self.trainer, "strategy", None), "layout", None)
+        if layout is not None and isinstance(stream, PreferenceStream):
+            slices = layout.size("tensor") if layout.sequence_parallel else 1
+            # A context rank takes two chunks, and its tensor-parallel ranks split them.
+            stream.multiple = math.lcm(_ROUNDED, 2 * layout.size("context") * slices)
+        return stream

@@ -1,7 +1,11 @@
 """Pairs of answers: forms of rows, learned tokens, batches and refused rows."""
 
+import math
+from types import SimpleNamespace
+
 import pytest
 
+from lightning_ptdp import ParallelLayout
 from lightning_ptdp.data import ChatDataModule, EvaluationLoader, PreferenceDataModule
 from lightning_ptdp.data.data_error import CorpusError, StoreError
 from lightning_ptdp.models import make_tiny
@@ -104,6 +108,29 @@ def test_batches_are_numbered_and_as_long_as_needed(data):
             assert batch["rejected_ids"].shape == (2, 64)
             filled = batch["pair"] < 0
             assert (batch["chosen_labels"][filled] == -100).all()
+
+
+@pytest.mark.parametrize(
+    ("length", "options", "expected"),
+    [
+        (256, {"context_parallel_size": 3}, 192),
+        (256, {"context_parallel_size": 8, "tensor_parallel_size": 8}, 64),
+        (
+            256,
+            {"context_parallel_size": 8, "tensor_parallel_size": 8, "sequence_parallel": True},
+            128,
+        ),
+        (90, {"context_parallel_size": 3}, 90),
+    ],
+)
+def test_layout_can_split_batches(length, options, expected, data):
+    module = data([pair(number) for number in range(8)], sequence_length=length)
+    module.prepare_data()
+    world_size = math.prod(size for size in options.values() if size is not True)
+    layout = ParallelLayout(world_size=world_size, **options)
+    module.trainer = SimpleNamespace(strategy=SimpleNamespace(layout=layout))
+    stream = module._stream("train")
+    assert stream.as_batch(stream.__getitems__([0, 1]))["chosen_ids"].shape == (2, expected)
 
 
 def test_default_pairs_need_no_file(model, tmp_path):
