@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
+import torch
 from tqdm import tqdm
 
 from lightning_ptdp.base.time_limit import in_thread
@@ -193,6 +194,8 @@ def _over_processes(
 
 def _prepare_worker() -> None:
     """Prepare a worker: share the parent's objects, and exit if the parent is killed."""
+    # A forked process does not have the threads of its parent's OpenMP, and would wait for them.
+    torch.set_num_threads(1)
     # The garbage collector writes to every object that it inspects, and a written page is copied.
     gc.freeze()
 

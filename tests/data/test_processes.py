@@ -4,6 +4,7 @@ import os
 import signal
 
 import pytest
+import torch
 
 from lightning_ptdp.data import DataError
 from lightning_ptdp.data.preparation_work import call_in_process, ordered_map
@@ -48,6 +49,22 @@ def test_prefetch_of_items_is_bounded():
     assert next(results) == 0
     assert len(taken) <= 6
     results.close()
+
+
+def threads(_):
+    return torch.get_num_threads()
+
+
+def test_worker_does_not_wait_for_threads_of_parent():
+    """With more threads than one, it would wait for those that its parent had in OpenMP."""
+    given = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert list(ordered_map(threads, range(4), num_workers=2)) == [1] * 4
+        assert call_in_process(threads, 0) == 1
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(given)
 
 
 def test_call_in_separate_process_returns_or_raises():
