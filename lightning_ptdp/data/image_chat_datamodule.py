@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -267,6 +268,7 @@ class ImageChatDataModule(ChatDataModule):
 
 _IMAGE_KEYS = ("path", "image", "url")
 _INLINE = "data:image/"
+_SHOWN = 200  # characters in a message
 
 
 def absolute(value: Any, folder: Path) -> Any:
@@ -297,7 +299,7 @@ def image_size(image: str) -> int:
     """Return the bytes of an image; -1 if its file is missing."""
     if image.startswith(_INLINE):
         return len(image)
-    return Path(image).stat().st_size if Path(image).is_file() else -1
+    return os.path.getsize(image) if os.path.isfile(image) else -1
 
 
 def open_image(image: object, *, decode: bool = True) -> Any:
@@ -310,15 +312,17 @@ def open_image(image: object, *, decode: bool = True) -> Any:
 
     if not isinstance(image, str):
         raise FaultyRow("an image has no path. Use {'type': 'image', 'path': 'file.png'}")
+    if image_size(image) < 0:
+        raise FaultyRow(
+            f"image {image[-_SHOWN:]} is not a file. Paths are relative to the data file"
+        )
     source: Any = image
-    if image.startswith(_INLINE):
-        source = io.BytesIO(base64.b64decode(image.partition(",")[2]))
-    elif not Path(image).is_file():
-        raise FaultyRow(f"image {image} is not a file. Paths are relative to the data file")
     try:
+        if image.startswith(_INLINE):
+            source = io.BytesIO(base64.b64decode(image.partition(",")[2]))
         with Image.open(source) as opened:
             return ImageOps.exif_transpose(opened).convert("RGB") if decode else None
     except Exception as error:  # PIL's decoders raise many types
         raise FaultyRow(
-            f"image {image[:200]} is broken ({type(error).__name__}). Replace it"
+            f"image {image[:_SHOWN]} is broken ({type(error).__name__}). Replace it"
         ) from error

@@ -202,6 +202,10 @@ def test_batch_without_images_has_no_image_tensors(data):
     }
 
 
+def picture(path):
+    return {"role": "user", "content": [{"type": "image", "path": path}]}
+
+
 QUESTION, ANSWER = message("user", "0.png", "What?"), message("assistant", "This.")
 
 
@@ -215,6 +219,8 @@ QUESTION, ANSWER = message("user", "0.png", "What?"), message("assistant", "This
         ([QUESTION, message("assistant", "0.png")], "message 2, an answer, is empty"),
         ([{"role": "user", "content": [{"type": "video"}]}, ANSWER], "message 1 .* type 'video'"),
         ([{"role": "user", "content": [{"type": "image"}]}, ANSWER], "an image has no path"),
+        ([picture("data:image/png;base64,abc"), ANSWER], r"base64,abc is broken \(Error\)"),
+        ([picture("a" * 5000), ANSWER], "image a+ is not a file"),
     ],
 )
 def test_faulty_row_is_refused_before_launch(messages, reason, data, monkeypatch):
