@@ -39,12 +39,12 @@ def score(
         ValueError: A token is beyond the vocabulary, or the module is split and therefore needs a
             run of the Trainer.
     """
-    if not rows:
-        return []
-    check_ids(module, [tokens for tokens, _ in rows])
     model = language_model(module) or module
     order = sorted(range(len(rows)), key=lambda index: -len(rows[index][0]))
-    with running(module) as run:
+    with running(module, (rows, batch_size)) as run:
+        if not rows:
+            return []
+        check_ids(module, [tokens for tokens, _ in rows])
         results = [
             _score_batch(model, [rows[i] for i in order[start : start + batch_size]], run)
             for start in tqdm(

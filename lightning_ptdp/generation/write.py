@@ -64,9 +64,9 @@ def generate(
     rows = [[int(token) for token in prompt] for prompt in prompts]
     if not all(rows):
         raise ValueError("a prompt has no token. Begin it with the tokenizer's start token")
-    if not rows or not sampling.max_new_tokens:
-        return [[] for _ in rows]
-    with running(module) as run:
+    with running(module, (rows, sampling)) as run:
+        if not rows or not sampling.max_new_tokens:
+            return [[] for _ in rows]
         return _write(module, rows, sampling, run, lambda new: new[-1] in eos_ids or ends(new))
 
 
@@ -87,11 +87,12 @@ class RunningModel:
 
 
 @contextlib.contextmanager
-def running(module: nn.Module) -> Iterator[RunningModel]:
+def running(module: nn.Module, inputs: object) -> Iterator[RunningModel]:
     """Set a module to evaluation mode and return a way to run it; restore modes afterwards.
 
     Raises:
         ValueError: The module is split and therefore needs a run of the Trainer.
+        MisconfigurationException: Ranks that run it together have different ``inputs``.
     """
     strategy: Any = _running_strategy(module)
     with evaluating(module):
@@ -101,6 +102,7 @@ def running(module: nn.Module) -> Iterator[RunningModel]:
             )
             yield RunningModel(forward=_alone, device=device)
         else:
+            strategy.check_decoded(inputs)
             layout = strategy.layout
             yield RunningModel(
                 forward=strategy.decode,

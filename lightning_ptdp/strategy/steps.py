@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_ptdp.base.nested import Nested
+from lightning_ptdp.checkpoint.files import sha256
 from lightning_ptdp.checkpoint.save_agreement import gather
 from lightning_ptdp.engine.optimization import Closure
 from lightning_ptdp.forward.frozen_forward import Within
@@ -190,6 +191,24 @@ class StepHooks(CheckpointHooks):
                 rows=rows,
                 key=key,
                 dtype=dtype,
+            )
+
+    def check_decoded(self, rows: object) -> None:
+        """Check that ranks that decode together decode the same rows; collective over them.
+
+        Raises:
+            MisconfigurationException: They do not.
+        """
+        option = self.config.option_that_joins(self.layout, training=False)
+        group = self.mesh.world if option else self.mesh.group("model")
+        if group.size == 1:
+            return
+        digests = gather(sha256(repr(rows).encode()), group.handle)
+        if len(set(digests)) > 1:
+            reason = f"with {option} the replicas" if option else "the ranks of a replica"
+            raise self.refusal(
+                f"ranks generate from different prompts, but {reason} run every forward together. "
+                "Give all ranks the same prompts"
             )
 
     def decodes(self) -> bool:

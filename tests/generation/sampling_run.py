@@ -4,7 +4,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as L
+import pytest
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -25,7 +27,7 @@ class Writing:
     """A model to train, its layout, and the sampling of texts after every validation.
 
     With ``samplings=None`` no text is generated. A ``random`` training draws random numbers, which
-    differ between layouts."""
+    differ between layouts. If the writing ``differs``, the prompts of the ranks do."""
 
     model: str
     layout: dict[str, Any] = field(default_factory=dict, hash=False)
@@ -33,6 +35,7 @@ class Writing:
     samplings: tuple[Sampling, ...] | None = (GREEDY, SAMPLED)
     steps: int = 2
     random: bool = False
+    differs: bool = False
 
 
 def gpt(**options: Any) -> GPT:
@@ -143,11 +146,20 @@ class Writer(L.Callback):
         self.samplings, self.written, self.scores = samplings, [], []
 
     def on_validation_end(self, trainer, module):
+        if module.writing.differs:
+            generate(module, [[1 + trainer.global_rank]], GREEDY)
         modes = [child.training for child in module.modules()]
         self.written += [generate(module, PROMPTS, sampling) for sampling in self.samplings]
         if self.samplings:
             self.scores += score(module, ROWS, batch_size=2)
         assert modes == [child.training for child in module.modules()]
+
+
+def refusal(rank: int, writing: Writing) -> str:
+    """Return the error with which a training ends."""
+    with pytest.raises(MisconfigurationException) as error:
+        fit(rank, writing)
+    return str(error.value)
 
 
 def fit(rank: int, writing: Writing) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_ptdp.generation.scoring import score
-from tests.generation.sampling_run import ROWS, Own, Writing, fit
+from tests.generation.sampling_run import ROWS, Own, Writing, fit, refusal
 from tests.huggingface.runs import LAYOUTS
 
 pytestmark = pytest.mark.thorough
@@ -64,6 +64,20 @@ def test_scores_equal_single_process(written, model, layout):
     for ours, theirs in zip(found[0], alone, strict=True):
         assert ours == (pytest.approx(theirs[0], abs=1e-4), theirs[1])
     assert all(rank == found[0] for rank in found), "the replicas' ranks differ"
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "reason"),
+    [
+        ("gpt", {"shard": "parameters"}, "with shard='parameters' the replicas"),
+        ("mixtral", {"expert_parallel_size": 2}, "with expert_parallel_size=2 the replicas"),
+        ("gpt", {"tensor_parallel_size": 2}, "the ranks of a replica"),
+    ],
+)
+def test_different_prompts_are_refused(pool, model, layout, reason):
+    writing = Writing(model=model, layout=layout, world_size=2, differs=True)
+    for error in pool.run(refusal, world_size=2, args=(writing,)):
+        assert f"different prompts, but {reason} run every forward together" in error
 
 
 def test_scores_equal_log_softmax():
