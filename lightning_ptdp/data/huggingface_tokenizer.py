@@ -27,7 +27,7 @@ from lightning_ptdp.base.untrusted import (
 from lightning_ptdp.checkpoint.files import sha256
 from lightning_ptdp.checkpoint.local_copies import SETTING_FILES, local_copy
 from lightning_ptdp.data.data_error import TokenizerError, reading
-from lightning_ptdp.data.tokenizer import Tokenizer
+from lightning_ptdp.data.tokenizer import MODEL_FILE, Tokenizer
 from lightning_ptdp.shims.transformers import TOKENIZER_FILES
 
 TOKENIZER_FOLDER = "tokenizer"
@@ -74,7 +74,8 @@ class HuggingFaceTokenizer:
         if not (self.folder / _SETTINGS).is_file():
             raise TokenizerError(
                 f"{folder} has no tokenizer: neither a {_SETTINGS} of Hugging Face, as "
-                "save_pretrained writes it, nor one of ptdp prepare"
+                "save_pretrained writes it, nor one of ptdp prepare. Give the folder of a "
+                "tokenizer (tokenizer_dir; of ptdp generate: --tokenizer)"
             )
         with reading(
             f"tokenizer folder {folder}", TokenizerError, "Replace them with files of a tokenizer"
@@ -199,11 +200,8 @@ def load_tokenizer(folder: str | Path) -> AnyTokenizer:
     folder = local_copy(folder, SETTING_FILES)
     if Path(folder, TOKENIZER_FOLDER).is_dir():
         return CopiedTokenizer(Path(folder, TOKENIZER_FOLDER))
-    return (
-        HuggingFaceTokenizer(folder)
-        if Path(folder, _SETTINGS).is_file()
-        else Tokenizer.load(folder)
-    )
+    is_ours = Path(folder, MODEL_FILE).exists() and not Path(folder, _SETTINGS).is_file()
+    return Tokenizer.load(folder) if is_ours else HuggingFaceTokenizer(folder)
 
 
 # ---- Processors of vision-language models: tokenizer, image processor and chat template ----------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import warnings
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,7 @@ if TYPE_CHECKING:  # imported lazily
 _OTHERS = ("preprocessor_config.json", "processor_config.json", "generation_config.json")
 """Files that ``save_pretrained`` writes beside a model's configuration and weights."""
 _TEMPLATE = "chat_template.jinja"
+_CONFIG = "tokenizer_config.json"
 _SETTINGS = {
     "tokenizer_class": "PreTrainedTokenizerFast",
     "clean_up_tokenization_spaces": False,
@@ -47,19 +49,15 @@ def tokenizer_files(config: Path, state: Mapping[str, object] | None = None) -> 
     """
     folder = config if config.is_dir() else config.parent
     trained = tokenizer_of(state or {})
-    options = (state or {}).get("datamodule_hyper_parameters")
-    template = options.get("chat_template") if isinstance(options, Mapping) else None
+    copied = _OTHERS if _CONFIG in trained else (*_OTHERS, *TOKENIZER_FILES)
     with reading(folder):
-        files = read_files(folder, (*_OTHERS, *(() if trained else TOKENIZER_FILES))) | trained
-        if template is not None and Path(template).exists():
-            files[_TEMPLATE] = read_bytes(template)
-    return files
+        return read_files(folder, copied) | trained
 
 
 def tokenizer_of(state: Mapping[str, object]) -> dict[str, bytes]:
     """Return files by name from which transformers reads the tokenizer of the training data.
 
-    The result is empty if the tokenizer's folder no longer exists.
+    The chat template is the one of the training. Files that no longer exist are left out.
 
     transformers gives the same ids, except for the character U+2581, which it takes for a space,
     and for a text that spells a special piece. With a BERT tokenizer, a text becomes [CLS] text
@@ -68,6 +66,22 @@ def tokenizer_of(state: Mapping[str, object]) -> dict[str, bytes]:
     Args:
         state: State of the checkpoint.
     """
+    files = _trained_tokenizer(state)
+    template = chat_template(state)
+    if template is None:
+        return files
+    if not os.path.isfile(template):
+        warnings.warn(
+            f"the result lacks the chat template of the training, because the file {template} does "
+            "not exist here",
+            stacklevel=2,
+        )
+        return files
+    with reading(Path(template)):
+        return {**files, _TEMPLATE: read_bytes(template)}
+
+
+def _trained_tokenizer(state: Mapping[str, object]) -> dict[str, bytes]:
     folder = tokenizer_folder(state)
     if folder is None:
         return {}
@@ -104,7 +118,7 @@ def converted_tokenizer(tokenizer: Tokenizer) -> dict[str, bytes]:
         settings |= {"cls_token": CLS, "sep_token": SEP, "mask_token": MASK}
         inputs.insert(1, "token_type_ids")
     settings["model_input_names"] = inputs
-    documents = {"tokenizer.json": document, "tokenizer_config.json": settings}
+    documents = {"tokenizer.json": document, _CONFIG: settings}
     encoded = {
         name: f"{json.dumps(content, indent=2)}\n".encode() for name, content in documents.items()
     }
@@ -183,20 +197,31 @@ def _template(ids: Mapping[str, int], begin: str, end: str) -> dict[str, Json]:
 
 
 def tokenizer_folder(state: Mapping[str, object]) -> str | None:
-    """Return the prepared folder that a checkpoint's data module names, if it does.
-
-    A relative path is relative to the working directory of the training. If that does not exist
-    here, it is relative to the current one.
-    """
+    """Return the prepared folder that a checkpoint's data module names, if it does."""
     options = state.get("datamodule_hyper_parameters")
     corpora = options.get("corpora") if isinstance(options, Mapping) else None
     if isinstance(corpora, Sequence) and corpora:
         options = corpora[0]
     folder = options.get("data_dir") if isinstance(options, Mapping) else None
-    if not isinstance(folder, str | Path):
-        return None
+    return trained_path(state, folder) if isinstance(folder, str | Path) else None
+
+
+def chat_template(state: Mapping[str, object]) -> str | None:
+    """Return the file with the chat template that a checkpoint's data module names, if it does."""
+    options = state.get("datamodule_hyper_parameters")
+    template = options.get("chat_template") if isinstance(options, Mapping) else None
+    return trained_path(state, template) if isinstance(template, str | Path) else None
+
+
+def trained_path(state: Mapping[str, object], path: str | Path) -> str:
+    """Return a path that a checkpoint names.
+
+    A relative path is relative to the working directory of the training. If it does not exist
+    there, it is relative to the current one.
+    """
+    name = str(path)
     states = (value for value in state.values() if isinstance(value, Mapping))
     origin = next((str(one[WORKING_FOLDER]) for one in states if WORKING_FOLDER in one), None)
-    if origin is None or is_url(folder) or not Path(origin, folder).is_dir():
-        return str(folder)
-    return str(Path(origin, folder))
+    if origin is None or is_url(name) or not os.path.exists(Path(origin, name)):
+        return name
+    return str(Path(origin, name))

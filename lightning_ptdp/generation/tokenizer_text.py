@@ -16,7 +16,12 @@ from lightning_ptdp.base.untrusted import hub_blobs, read_json
 from lightning_ptdp.data import Tokenizer
 from lightning_ptdp.data.chat_format import LIMIT_S, read_template
 from lightning_ptdp.data.huggingface_tokenizer import HuggingFaceTokenizer, load_tokenizer
-from lightning_ptdp.exchange.tokenizers import converted_tokenizer, tokenizer_folder
+from lightning_ptdp.exchange.tokenizers import (
+    chat_template,
+    converted_tokenizer,
+    tokenizer_folder,
+    trained_path,
+)
 from lightning_ptdp.models.pretrained_folder import local_folder
 
 Message: TypeAlias = Mapping[str, str]
@@ -65,7 +70,7 @@ def find_tokenizer(state: Mapping[str, Any], folder: str | None = None) -> TextT
     if folder is not None:
         return _load(folder)
     data_hparams = state.get("datamodule_hyper_parameters") or {}
-    template = data_hparams.get("chat_template")
+    template = chat_template(state)
     data = tokenizer_folder(state)
     model = (state.get("hyper_parameters") or {}).get("path")
     if data is not None and Path(data).is_dir():
@@ -77,7 +82,8 @@ def find_tokenizer(state: Mapping[str, Any], folder: str | None = None) -> TextT
             if not isinstance(model, str):
                 raise
     if isinstance(model, str):
-        return _load(local_folder(data_hparams.get("tokenizer_dir") or model), template)
+        given = data_hparams.get("tokenizer_dir")
+        return _load(local_folder(trained_path(state, given) if given else model), template)
     if data is not None:
         raise ValueError(
             f"the folder of the training data, {data}, does not exist here. Give that of the "

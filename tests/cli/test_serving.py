@@ -220,7 +220,10 @@ def test_invalid_arguments_are_refused(said, folder, tmp_path):
         ),
         (["generate", "--checkpoint", str(tmp_path / "nothing")], "does not exist"),
         (["chat", "--checkpoint", str(plain)], "has no chat template"),
-        (["generate", "--checkpoint", str(no_tokenizer)], "tokenizer"),
+        (
+            ["generate", "--checkpoint", str(no_tokenizer)],
+            "has no tokenizer: neither a tokenizer_config.json of Hugging Face",
+        ),
         (["generate", "--checkpoint", str(folder), "-t", "3"], "tensor_parallel_size=3"),
         (["generate", "--checkpoint", str(folder), "--top_p", "2"], "top_p=2"),
     ]:

@@ -130,7 +130,7 @@ def test_unusable_tokenizer_is_refused(model, texts, tmp_path):
             {"vocabulary_size": None, "tokenizer_dir": None},
             "vocabulary_size=None is the vocabulary size of tokenizer_dir, which is not set",
         ),
-        ({"tokenizer_dir": texts}, "cannot be read"),
+        ({"tokenizer_dir": texts}, "has no tokenizer"),
         (
             {"vocabulary_size": None, "tokenizer_dir": tmp_path / "bare"},
             "has no eos_token to end documents with",

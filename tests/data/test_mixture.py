@@ -170,7 +170,7 @@ def test_unsuitable_tokenizer_is_refused_before_writing(folders, tmp_path):
     for changes, words in (
         ({"vocabulary_size": 300}, "vocabulary of 320, but vocabulary_size=300"),
         ({"control_symbols": ("[MASK]",)}, "no control symbol"),
-        ({"tokenizer_dir": tmp_path}, "cannot be read"),
+        ({"tokenizer_dir": tmp_path}, "has no tokenizer"),
     ):
         given = {"tokenizer_dir": folders[0], **changes}
         with pytest.raises(TokenizerError, match=words):

@@ -14,7 +14,12 @@ from lightning_ptdp.checkpoint import CheckpointError
 from lightning_ptdp.data import Tokenizer
 from lightning_ptdp.data.huggingface_tokenizer import HuggingFaceTokenizer
 from lightning_ptdp.data.pairs import SPECIAL_PIECES
-from lightning_ptdp.exchange.tokenizers import tokenizer_files, tokenizer_folder, tokenizer_of
+from lightning_ptdp.exchange.tokenizers import (
+    chat_template,
+    tokenizer_files,
+    tokenizer_folder,
+    tokenizer_of,
+)
 from lightning_ptdp.models.tiny import make_tiny
 
 TEXTS = [
@@ -90,6 +95,25 @@ def test_relative_folder_is_that_of_the_training(tmp_path, monkeypatch):
     assert tokenizer_folder(state) == str(trained / "tokens")
     state["TextDataModule"] = {WORKING_FOLDER: str(tmp_path / "another machine")}
     assert tokenizer_folder(state) == "tokens"
+
+
+def test_chat_template_is_that_of_the_training(tmp_path, monkeypatch):
+    """It is exported also if the command runs in another folder, and without a model's folder."""
+    for folder in ("trained", "here"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "trained" / "mine.jinja").write_text("mine")
+    monkeypatch.chdir(tmp_path / "here")
+    state = {
+        "datamodule_hyper_parameters": {"chat_template": "mine.jinja"},
+        "ChatDataModule": {WORKING_FOLDER: str(tmp_path / "trained")},
+    }
+    assert chat_template(state) == str(tmp_path / "trained" / "mine.jinja")
+    assert tokenizer_of(state) == {"chat_template.jinja": b"mine"}
+    (tmp_path / "trained" / "mine.jinja").unlink()
+    for gone in ("mine.jinja", "{{ a template }}" * 99):
+        state["datamodule_hyper_parameters"]["chat_template"] = gone
+        with pytest.warns(UserWarning, match="lacks the chat template of the training"):
+            assert tokenizer_of(state) == {}
 
 
 def test_tokenizer_of_data_replaces_tokenizer_of_model(tmp_path):
