@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -82,12 +82,11 @@ def checkpoint_dirs(trainer: Trainer) -> list[Place]:
     return [located(folder) for folder in folders if folder is not None]
 
 
-def hyperparameters(module: LightningModule) -> dict[str, dict[str, Any]]:
+def hyperparameters(
+    module: LightningModule, datamodule: LightningDataModule | None
+) -> dict[str, dict[str, Any]]:
     """Return the hyperparameters of a module and its data, by their keys in checkpoints."""
-    owners = {
-        "hyper_parameters": module,
-        "datamodule_hyper_parameters": getattr(module.trainer, "datamodule", None),
-    }
+    owners = {"hyper_parameters": module, "datamodule_hyper_parameters": datamodule}
     return {key: dict(getattr(owner, "hparams", {})) for key, owner in owners.items()}
 
 

@@ -106,7 +106,8 @@ class ExportHuggingFace(pl.Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse an export that could not be written at the end."""
-        self.check(trainer, [hyperparameters(pl_module), trainer.ckpt_path])
+        options = hyperparameters(pl_module, getattr(trainer, "datamodule", None))
+        self.check(trainer, [options, trainer.ckpt_path])
         if not hasattr(trainer.strategy, "export_huggingface"):
             raise ValueError(
                 'ExportHuggingFace needs Trainer(strategy="ptdp"), not '

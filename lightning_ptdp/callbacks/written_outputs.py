@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, TextIO, TypeVar
 
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
@@ -200,6 +200,36 @@ class WriteSamples(Callback):
         self._validations = 0
         self._tokenizer: TextTokenizer | None = None
 
+    def texts(self) -> list[str]:
+        """Return the prompts.
+
+        Raises:
+            ValueError: Their file cannot be read, or has none.
+        """
+        if not isinstance(self.prompts, str):
+            return self.prompts
+        try:
+            content = Path(self.prompts).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"prompts={self.prompts!r} cannot be read: {error}. Give a file with one prompt per "
+                "line, or a list of texts"
+            ) from error
+        lines = [line for line in content.splitlines() if line.strip()]
+        if not lines:
+            raise ValueError(f"prompts={self.prompts!r}: the file has no line with a prompt")
+        return lines
+
+    def check(self, module: LightningModule, datamodule: LightningDataModule | None) -> None:
+        """Check prompts and tokenizer before launch; the data must be prepared.
+
+        Raises:
+            ValueError: There are no prompts, or no tokenizer.
+        """
+        if self.at == "validation":
+            state = hyperparameters(module, datamodule)
+            self._encode(find_tokenizer(state, self.tokenizer))
+
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check prompts and tokenizer before training."""
         if self.at == "validation":
@@ -242,18 +272,23 @@ class WriteSamples(Callback):
 
         def encode() -> tuple[list[str], list[list[int]], frozenset[int]]:
             if self._tokenizer is None:
-                self._tokenizer = find_tokenizer(hyperparameters(module), self.tokenizer)
-            tokenizer = self._tokenizer
-            texts = _texts(self.prompts)
-            rows = [
-                tokenizer.chat([{"role": "user", "content": text}])
-                if self.chat
-                else tokenizer.encode(text)
-                for text in texts
-            ]
-            return texts, rows, tokenizer.eos_ids
+                state = hyperparameters(module, getattr(trainer, "datamodule", None))
+                self._tokenizer = find_tokenizer(state, self.tokenizer)
+            return self._encode(self._tokenizer)
 
         return on_rank_zero(trainer, encode)
+
+    def _encode(
+        self, tokenizer: TextTokenizer
+    ) -> tuple[list[str], list[list[int]], frozenset[int]]:
+        texts = self.texts()
+        rows = [
+            tokenizer.chat([{"role": "user", "content": text}])
+            if self.chat
+            else tokenizer.encode(text)
+            for text in texts
+        ]
+        return texts, rows, tokenizer.eos_ids
 
     def _log(self, trainer: Trainer, prompts: Sequence[str], texts: Sequence[str]) -> None:
         step = trainer.global_step
@@ -293,14 +328,3 @@ def on_rank_zero(trainer: Trainer, make: Callable[[], _T]) -> _T:
     if problem:
         raise ValueError(problem)
     return value
-
-
-def _texts(prompts: list[str] | str) -> list[str]:
-    if not isinstance(prompts, str):
-        return prompts
-    lines = [
-        line for line in Path(prompts).read_text(encoding="utf-8").splitlines() if line.strip()
-    ]
-    if not lines:
-        raise ValueError(f"prompts={prompts!r}: the file has no line with a prompt")
-    return lines

@@ -70,6 +70,9 @@ def run(verb: str, arguments: list[str]) -> int:
         _prepare(cli)
         if verb == "fit":
             check_validation_interval(cli.trainer, cli.datamodule)
+            for callback in cli.trainer.callbacks:
+                if isinstance(callback, WriteSamples):
+                    callback.check(cli.model, cli.datamodule)
     if verb == "fit":
         return _fit(cli, ckpt_path)
     if ckpt_path is None:
@@ -161,6 +164,8 @@ def _check_fit(cli: PTDPCLI, ckpt_path: str | None) -> None:
     for callback in cli.trainer.callbacks:
         if isinstance(callback, ExportHuggingFace):
             callback.check(cli.trainer, [*read, ckpt_path])
+        if isinstance(callback, WriteSamples):
+            callback.texts()
 
 
 def _ckpt_path(cli: PTDPCLI, verb: str) -> str | None:

@@ -134,7 +134,7 @@ def _described(module: LightningModule, prefix: str | None) -> tuple[Described, 
         CheckpointError: The module holds several Hugging Face models, or it holds none and is not a
             model of this package.
     """
-    state = hyperparameters(module)
+    state = hyperparameters(module, getattr(module.trainer, "datamodule", None))
     models = models_in(module)
     if not models:
         return described_by_state(state), prefix

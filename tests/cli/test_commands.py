@@ -300,6 +300,11 @@ BAD = [
         "text.ckpt is a file, so no folder can be created",
     ),
     (f"ptdp fit {NANO} --trainer.max_time never", "not a valid duration"),
+    (
+        f"ptdp fit {NANO} --trainer.callbacks+ WriteSamples "
+        "--trainer.callbacks.init_args.prompts nowhere",
+        "prompts='nowhere' cannot be read",
+    ),
     (f"ptdp fit {NANO} --trainer.gradient_clip_algorithm sideways", "sideways is invalid"),
     (f"ptdp fit {NANO} --trainer.strategy nonsense", "strategy='nonsense'"),
     (
@@ -466,6 +471,19 @@ def last_line(line, capfd, monkeypatch):
     )
     read = "".join(reversed(capfd.readouterr()))  # stderr before stdout
     return code, next((one for one in reversed(read.splitlines()) if one.strip()), ""), read
+
+
+def test_samples_without_chat_template_are_refused_before_launch(desk, capfd, monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr("subprocess.Popen", refuse)
+    prefix = "--trainer.callbacks.init_args."
+    line = (
+        f"ptdp fit {NANO} --trainer.callbacks+ WriteSamples {prefix}prompts [a] {prefix}chat true"
+    )
+    code, _, read = last_line(line, capfd, monkeypatch)
+    assert (code, "has no chat template" in read) == (2, True), read
 
 
 @pytest.mark.timeout(600)
