@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -174,11 +175,13 @@ def _over_processes(
     # the user's script again.
     methods = multiprocessing.get_all_start_methods()
     context = multiprocessing.get_context("fork" if "fork" in methods else None)
-    executor = ProcessPoolExecutor(num_workers, mp_context=context, initializer=_prepare_worker)
+    executor = ProcessPoolExecutor(
+        num_workers, mp_context=context, initializer=_prepare_worker, initargs=(function,)
+    )
     futures: deque[Future[Result]] = deque()
     try:
         for item in items:
-            futures.append(executor.submit(function, item))
+            futures.append(executor.submit(_call, item))
             if len(futures) > 2 * num_workers:
                 yield futures.popleft().result()
         while futures:
@@ -192,8 +195,17 @@ def _over_processes(
         executor.shutdown(cancel_futures=True)
 
 
-def _prepare_worker() -> None:
+_FUNCTION: ContextVar[Callable[[Any], Any]] = ContextVar("function of a worker")
+"""Set once in each worker: sent with every item, a tokenizer would take longer than its texts."""
+
+
+def _call(item: Any) -> Any:
+    return _FUNCTION.get()(item)
+
+
+def _prepare_worker(function: Callable[[Any], Any]) -> None:
     """Prepare a worker: share the parent's objects, and exit if the parent is killed."""
+    _FUNCTION.set(function)
     # A forked process does not have the threads of its parent's OpenMP, and would wait for them.
     torch.set_num_threads(1)
     # The garbage collector writes to every object that it inspects, and a written page is copied.

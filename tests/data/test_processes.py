@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 
 import pytest
 import torch
@@ -65,6 +66,15 @@ def test_worker_does_not_wait_for_threads_of_parent():
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(given)
+
+
+def test_function_is_not_sent_with_every_item():
+    """A tokenizer takes longer to be sent than to tokenize some texts."""
+    lock = threading.Lock()  # cannot be sent
+    assert list(ordered_map(lambda item: (item, lock.locked()), "ab", num_workers=2)) == [
+        ("a", False),
+        ("b", False),
+    ]
 
 
 def test_call_in_separate_process_returns_or_raises():
