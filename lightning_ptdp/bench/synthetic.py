@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
 
-from lightning_ptdp.data import BertDataModule, StreamDataModule
+from lightning_ptdp.data import BertDataModule, PreferenceDataModule, StreamDataModule
 from lightning_ptdp.data.pairs import number_to_predict
 from lightning_ptdp.data.stream import IGNORE_INDEX
 from lightning_ptdp.data.stream_datamodule import replica_of
@@ -55,6 +55,14 @@ class SyntheticData(LightningDataModule):
 
     def _batch(self, size: int, generator: torch.Generator) -> Batch:
         s = self.sequence_length
+        if isinstance(self.like, PreferenceDataModule):
+            tokens = torch.randint(self.vocabulary_size, (2, size, s + 1), generator=generator)
+            pairs: Batch = {}
+            for answer, part in zip(("chosen", "rejected"), tokens, strict=True):
+                pairs[f"{answer}_ids"] = part[:, :-1].contiguous()
+                pairs[f"{answer}_labels"] = part[:, 1:].contiguous()
+            pairs["pair"] = torch.arange(size)
+            return pairs
         tokens = torch.randint(self.vocabulary_size, (size, s + 1), generator=generator)
         if not isinstance(self.like, BertDataModule):
             return {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
@@ -81,7 +89,7 @@ class _Again:
 
     @property
     def batch_size(self) -> int:
-        return self._batch["input_ids"].size(0)
+        return next(iter(self._batch.values())).size(0)
 
     def __len__(self) -> int:
         return _STEPS

@@ -39,6 +39,7 @@ class _BenchCLI(PTDPCLI):
     """A configuration reduced to the training step."""
 
     def before_instantiate_classes(self) -> None:
+        super().before_instantiate_classes()
         config = self.config
         take_tokenizer(config)
         for name, minimum in (("warmup", 1), ("steps", 1)):

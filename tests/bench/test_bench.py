@@ -2,10 +2,12 @@
 
 import json
 
+import pytest
 import torch
 
 from lightning_ptdp.bench import BenchResult, SyntheticData, ranked, render, table
-from lightning_ptdp.data import BertDataModule, TextDataModule
+from lightning_ptdp.data import BertDataModule, PreferenceDataModule, TextDataModule
+from lightning_ptdp.models import make_tiny
 
 
 def result(**changes):
@@ -91,3 +93,20 @@ def test_synthetic_batches_have_sizes_of_data_module(tmp_path):
     assert torch.equal(bert["labels"][labelled], bert["input_ids"][labelled])
     assert bert["next_sentence_label"].shape == (2,)
     assert bert["token_type_ids"].unique().tolist() == [0, 1]
+
+
+def test_synthetic_pairs_have_names_of_data_module(tmp_path):
+    pytest.importorskip("transformers")
+    make_tiny(tmp_path / "model", hidden_size=16, intermediate_size=16)
+    pairs = PreferenceDataModule(
+        tokenizer_dir=str(tmp_path / "model"), sequence_length=32, micro_batch_size=2
+    )
+    assert {
+        name: tuple(value.shape)
+        for name, value in next(iter(SyntheticData(pairs).train_dataloader())).items()
+    } == {
+        **dict.fromkeys(
+            ("chosen_ids", "chosen_labels", "rejected_ids", "rejected_labels"), (2, 32)
+        ),
+        "pair": (2,),
+    }

@@ -100,6 +100,10 @@ WALK = [
         "^best: ",
     ),
     (f"ptdp bench {ONE} --steps 1 --warmup 1", "^planner's estimate, fullest rank"),
+    (
+        f"ptdp bench --config hf/dpo {ALONE} --steps 1 --warmup 1",
+        "^planner's estimate, fullest rank",
+    ),
 ]
 
 # Invalid commands and a pattern for the last line of their output.
