@@ -6,7 +6,7 @@ Each verb has one flat configuration with any LightningModule and any LightningD
 from __future__ import annotations
 
 import pkgutil
-from argparse import ArgumentError
+from argparse import SUPPRESS, ArgumentError
 from collections.abc import Mapping
 from copy import deepcopy
 from types import MappingProxyType
@@ -78,6 +78,9 @@ class PTDPCLI(LightningCLI):
 
     def __init__(self, verb: str, arguments: list[str]) -> None:
         self.verb = verb
+        for option in options_on(arguments):
+            if option.name in {f"--{name}" for name in _training_keys(verb)}:
+                raise UserError(f"{option.name} is an option of ptdp fit, not of ptdp {verb}")
         super().__init__(
             args=_with_class_path(arguments),
             run=False,
@@ -110,6 +113,8 @@ class PTDPCLI(LightningCLI):
         """Add the verb's own keys."""
         parser.add_lightning_class_args(Throughput, "throughput")
         add_options(parser, options_of_verb(self.verb))
+        for name in _training_keys(self.verb):
+            parser.add_argument(f"--{name}", default=SUPPRESS, help=SUPPRESS)
         parser.add_argument(
             "--sample",
             type=SampleOptions | None,
@@ -189,6 +194,12 @@ class PTDPCLI(LightningCLI):
             if self.config.export is not None:
                 added.append(ExportHuggingFace(self.config.export))
             self.trainer_defaults["callbacks"] = added
+
+
+def _training_keys(verb: str) -> list[str]:
+    """Return keys of ``fit`` that ``verb`` reads over in a configuration, such as a run's own."""
+    own = options_of_verb(verb)
+    return [option.name for option in options_of_verb("fit") if option not in own]
 
 
 def _with_class_path(arguments: list[str]) -> list[str]:

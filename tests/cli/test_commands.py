@@ -65,6 +65,7 @@ WALK = [
     ("ptdp fit --launcher torchrun --config gpt/124m --output job.sh", "^written: job.sh"),
     ("ptdp doctor --devices 1 --json", "}"),
     (f"ptdp prepare {NANO}", "prepared in"),
+    ("ptdp prepare --config hf/vision", "validation: "),  # it has a key of fit
     (f"ptdp prepare {NANO}", "found"),
     (f"ptdp fit {NANO} --print_config", "prompt: "),
     (f"ptdp fit {NANO} --sample.max_new_tokens 4", "."),
@@ -304,6 +305,7 @@ BAD = [
         "text.ckpt is a file, so no folder can be created",
     ),
     (f"ptdp fit {NANO} --trainer.max_time never", "not a valid duration"),
+    (f"ptdp validate {NANO} --export=x", "--export is an option of ptdp fit, not of ptdp validate"),
     (
         f"ptdp fit {NANO} --trainer.callbacks+ WriteSamples "
         "--trainer.callbacks.init_args.prompts nowhere",
