@@ -230,6 +230,9 @@ class Boundary:
         ):
             return Crossing((run.output,), self._usual_form(run, run.output))
         returned_ids = run.returned_ids()
+        if not returned_ids and run.layer is not None:
+            # Tensors in other containers, such as a NamedTuple, are not found.
+            describe(run.output, lambda _tensor: None, run.layer.name)
         hidden_states: dict[Path, Tensor] = {}
         for path, tensor in (*tensors_in(args), *tensors_in(kwargs)):
             if id(tensor) in returned_ids:

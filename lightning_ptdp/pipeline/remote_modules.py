@@ -18,10 +18,12 @@ loss, is refused, and any other stored tensor with a gradient causes a warning.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from types import NoneType
 from typing import Any, NoReturn
 
 import torch
@@ -119,6 +121,7 @@ def _noted(hook: Hook, note: Callable[[object], None], module: nn.Module, *args:
     return result
 
 
+_PLAIN = (bool, int, float, str, tuple, NoneType)
 _OWN = frozenset({"_parameters", "_buffers", "_modules"})
 SUMMED = (
     "as a loss to be summed over the blocks. Under a pipeline, a stage sees only those of its own "
@@ -219,7 +222,7 @@ class _Shell:
 def plain_attributes(name: str, module: nn.Module) -> dict[str, object]:
     """Return the public attributes of module ``name`` that are neither parameters nor buffers.
 
-    Its children become shells.
+    Its children become shells. Values that its class defines are those of now.
     """
     attributes = {key: value for key, value in vars(module).items() if not key.startswith("_")}
     children = {
@@ -227,7 +230,22 @@ def plain_attributes(name: str, module: nn.Module) -> dict[str, object]:
         for key, child in module._modules.items()
         if child is not None
     }
-    return {**children, **attributes}
+    return {**_constants(module), **children, **attributes}
+
+
+def _constants(module: nn.Module) -> dict[str, object]:
+    """Return the plain values that a module's class defines, as constants and properties."""
+    found: dict[str, object] = {}
+    for kind in reversed(type(module).__mro__):
+        if issubclass(nn.Module, kind):  # torch's own
+            continue
+        for key, value in vars(kind).items():
+            if isinstance(value, property):
+                with contextlib.suppress(Exception):  # it may need tensors, or a running Trainer
+                    value = getattr(module, key)
+            if type(value) in _PLAIN and not key.startswith("_"):
+                found[key] = value
+    return found
 
 
 def _forget(shell: object, path: tuple[str, ...]) -> None:

@@ -5,6 +5,7 @@ A model cut in one process matches the whole model, or the cut is refused."""
 import gc
 import pickle
 import weakref
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -279,6 +280,21 @@ class OpaqueBlock(Block):
         return self.mix(x, x), object()
 
 
+class NamedBlock(Block):
+    def forward(self, x, other=None):
+        return Named(self.mix(x, x), None)
+
+
+class Named(NamedTuple):
+    x: Tensor
+    weights: Tensor | None
+
+
+class ReturnsNamed(Opaque):
+    def __init__(self):
+        Base.__init__(self, NamedBlock)
+
+
 class Returned(Base):
     def forward(self, ids):
         x = self.embedding(ids)
@@ -334,6 +350,7 @@ class SealedBlock(Block):
         (SecondComputed, "computes something before block|does not pass it to"),
         (Collected, r"x, total = block\(x, total\)"),
         (Opaque, "returned a object, which cannot be rebuilt"),
+        (ReturnsNamed, "returned a Named, which cannot be rebuilt"),
         (Returned, "between or after the repeated blocks"),
         (Sealed, "between or after the repeated blocks"),
         (Transformed, "is called inside a transform"),
@@ -416,6 +433,38 @@ def test_mask_kept_from_an_evaluation_is_accepted():
     with torch.inference_mode():
         expected = stages.forward(ids(), training=False)
     torch.testing.assert_close(stages.forward(ids(), training=True), expected)
+
+
+class InspectedBlock(Block):
+    scale = 0.5
+
+    @property
+    def is_wide(self):
+        return self.own.out_features > 1
+
+    @property
+    def norm(self):
+        return self.own.weight.norm()
+
+
+class Inspected(Base):
+    """The loop reads values that the class of the blocks defines."""
+
+    def __init__(self):
+        super().__init__(InspectedBlock)
+
+    def run_blocks(self, x, ids):
+        for layer in self.layers:
+            x = layer(x, x.detach()) if layer.is_wide and layer.scale == 0.5 else layer(x)
+        return x
+
+
+def test_values_of_block_classes_can_be_read():
+    model = build(Inspected)
+    stages = Emulated(model)
+    torch.testing.assert_close(stages.forward(ids(), training=True), model(ids()), **EXACT)
+    with pytest.raises(AttributeError, match="'norm' are on another pipeline stage"):
+        _ = stages.parts[0].layers[3].norm
 
 
 class ChangingBlock(Block):
