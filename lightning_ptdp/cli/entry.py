@@ -20,6 +20,7 @@ from lightning_ptdp.cli.failures import (
     UserError,
     explain,
     terminate_on_sigterm,
+    users_line,
     worker_failure,
 )
 from lightning_ptdp.cli.imports import garbage_collection_paused
@@ -176,7 +177,7 @@ def _report(error: Exception, debug: bool) -> int:
     if debug or (message is None and failure is None):
         traceback.print_exception(error)
     if message is not None:
-        _say(message)
+        _say(message + users_line("".join(traceback.format_exception(error))))
         return 2
     if failure is not None:
         _say(failure.message)

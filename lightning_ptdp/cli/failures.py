@@ -8,11 +8,13 @@ import os
 import re
 import signal
 import sys
+import sysconfig
 from argparse import ArgumentError
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -31,6 +33,9 @@ _FIXABLE = (
     "PermissionError",
     "MisconfigurationException",
     "RequirementError",
+)
+_TRACEBACK_LINE = re.compile(
+    r'^ *File "(?P<file>[^"<]+)", line (?P<number>\d+), in (?P<name>.+)$', re.MULTILINE
 )
 
 
@@ -68,8 +73,9 @@ def explain(error: BaseException) -> str | None:
 def worker_failure(error: BaseException) -> WorkerFailure | None:
     """Return the worker's failure behind an error of torch's launcher, or None.
 
-    If the user can fix the failure, the message is the last line of the worker's traceback.
-    Otherwise it is the launcher's full text, or the signal that ended the process.
+    If the user can fix the failure, the message is the last line of the worker's traceback, with
+    the place in the user's code. Otherwise it is the launcher's full text, or the signal that ended
+    the process.
     """
     text = getattr(error, "msg", None)
     kind = type(error).__name__
@@ -83,9 +89,28 @@ def worker_failure(error: BaseException) -> WorkerFailure | None:
         error_type = _class_of(line[1])
         if issubclass(error_type, BaseException):  # else the match is a line of the message itself
             if _is_fixable(error_type):
-                return WorkerFailure(message=text[line.end() :].strip(), fixable=True)
+                message = text[line.end() :].strip() + users_line(text)
+                return WorkerFailure(message=message, fixable=True)
             break
     return WorkerFailure(message=text.strip(), fixable=False)
+
+
+def users_line(text: str) -> str:
+    """Return the innermost line of the user's code in a traceback, as the end of a message.
+
+    It is empty if the traceback has only lines of libraries.
+    """
+    script = os.path.realpath(sys.argv[0])
+    folders = sysconfig.get_paths()
+    libraries = (
+        *(folders[name] for name in ("stdlib", "purelib", "platlib", "scripts")),
+        str(Path(__file__).parents[1]),
+    )
+    for line in reversed(list(_TRACEBACK_LINE.finditer(text))):
+        file = line["file"]
+        if not file.startswith(libraries) and os.path.realpath(file) != script:
+            return f" ({file}:{line['number']}, in {line['name']}; --debug shows the traceback)"
+    return ""
 
 
 def _is_fixable(kind: type) -> bool:

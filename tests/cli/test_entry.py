@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import json
 import os
 import pkgutil
 import re
@@ -26,6 +27,7 @@ from lightning_ptdp.cli.failures import (
     UserError,
     explain,
     terminate_on_sigterm,
+    users_line,
     worker_failure,
 )
 from lightning_ptdp.cli.short_help import options_in_source
@@ -316,6 +318,16 @@ def test_worker_failure_reports_message_or_process():
     assert not other.fixable
     assert "Process 2" in other.message
     assert worker_failure(RuntimeError("x")) is None
+
+
+def test_message_names_the_users_line():
+    own = '  File "/home/me/lit.py", line 31, in training_step\n'
+    library = f'  File "{json.__file__}", line 7, in loads\n'
+    place = " (/home/me/lit.py:31, in training_step; --debug shows the traceback)"
+    assert users_line(own + library) == place
+    assert not users_line(library)
+    failure = worker_failure(ProcessRaisedException(f"{TRACE}{own}{library}ValueError: bad\n"))
+    assert failure.message == f"bad{place}"
 
 
 def test_killed_worker_is_reported():
