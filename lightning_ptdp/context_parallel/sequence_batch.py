@@ -26,11 +26,12 @@ def sequence_length(batch: Any, sequence_dims: SequenceDims | None = None) -> in
     """Return the number of tokens of the sequence in a batch.
 
     It is the size of a dimension that ``sequence_dims`` names, else dimension 1 of "input_ids" or
-    "inputs_embeds", else dimension 1 of the first tensor with two or three dimensions. Tensors with
-    more may be images or masks.
+    "inputs_embeds", else dimension 1 of the first tensor with several dimensions. With more than
+    three, it may be an image or a mask.
 
     Raises:
-        ValueError: There is no such tensor, or the named dimensions disagree.
+        ValueError: There is no such tensor, it has more than three dimensions, or the named
+            dimensions disagree.
     """
     tensors = named_tensors(batch)
     dims = sequence_dims or {}
@@ -42,14 +43,14 @@ def sequence_length(batch: Any, sequence_dims: SequenceDims | None = None) -> in
         )
     if named:
         return next(iter(named.values()))
-    allowed = [(name, t) for name, t in tensors if t.dim() in (2, 3) and name not in dims]
+    allowed = [(name, t) for name, t in tensors if t.dim() > 1 and name not in dims]
     model_inputs = [t for name, t in allowed if name in ("input_ids", "inputs_embeds")]
     candidates = model_inputs or [t for _, t in allowed]
-    if not candidates:
+    if not candidates or candidates[0].dim() > 3:
         shapes = {name: tuple(t.shape) for name, t in tensors}
         raise ValueError(
-            f"the batch has no tensor (batch, sequence, ...), only {shapes}, but context "
-            "parallelism splits the sequence. Change the collate function, name the dimension "
+            f"the batch does not begin with a tensor (batch, sequence, ...), but with {shapes}, and "
+            "context parallelism splits the sequence. Change the collate function, name the dimension "
             "with sequence_dims={'name': dim}, or use context_parallel_size=1"
         )
     return candidates[0].size(1)

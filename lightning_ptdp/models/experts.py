@@ -111,6 +111,7 @@ class Balancer(nn.Module):
     def reset_parameters(self) -> None:
         """Reset the bias to zero."""
         self.bias_nano.zero_()
+        self.load = None
 
     def forward(self, scores: Tensor) -> Tensor:
         """Add the bias to scores, (..., E) -> (..., E)."""
@@ -118,7 +119,7 @@ class Balancer(nn.Module):
 
     def counted(self, weights: Tensor, index: Tensor) -> Tensor:
         """Return ``weights``, whose backward adds the chosen experts ``index`` to the load."""
-        if self.load is None:
+        if self.load is None or self.load.device != self.bias_nano.device:
             self.load = torch.zeros_like(self.bias_nano)
         chosen = index.flatten()
         counts = torch.zeros_like(self.load).scatter_add_(0, chosen, torch.ones_like(chosen))

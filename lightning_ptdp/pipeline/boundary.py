@@ -123,7 +123,7 @@ class Boundary:
             if f"{name}.".startswith(f"{block}.")
         )
 
-    def returned(self, _module: nn.Module, _args: object, output: object) -> object:
+    def returned(self, module: nn.Module, _args: object, output: object) -> object:
         """Return the value to pass on after a local block has returned ``output``.
 
         Raises:
@@ -135,7 +135,7 @@ class Boundary:
         layer = run.layer
         assert layer is not None
         run.output = output
-        if run.training:
+        if run.training and module.training:
             run.check_arguments(layer.name)
         if self.collects:
             run.outputs[layer.name] = output
@@ -160,7 +160,7 @@ class Boundary:
     def arguments(
         self,
         layers: Mapping[int, Sequence[Layer]],
-        _module: nn.Module,
+        module: nn.Module,
         args: tuple[object, ...],
         kwargs: dict[str, object],
     ) -> Arguments:
@@ -191,7 +191,7 @@ class Boundary:
         if not run.reached:
             run.reached = True
             run.check_entrance(layer.name, (args, kwargs))
-        if run.training:
+        if run.training and module.training:
             run.note_arguments((args, kwargs))
         return args, kwargs
 

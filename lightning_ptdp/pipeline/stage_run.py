@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -218,15 +219,24 @@ class StageRun:
     def check_arguments(self, name: str) -> None:
         """Check that block ``name`` has put no tensors into containers that it received.
 
-        Only what it returns is sent to the next stage. Tensors that it has changed in place are
+        Only what it returns is sent to the next stage. A new entry of a dictionary may be one that
+        every block computes if it is missing, and causes a warning. Tensors that it has changed in place are
         noted: a block of the next stage must not receive them.
         """
         returned_ids = self.returned_ids()
-        for _, tensor in tensors_in(self._arguments):
+        for path, tensor in tensors_in(self._arguments):
             if id(tensor) in returned_ids:
                 continue
             if id(tensor) not in self._before:
-                raise changes_argument(name)
+                if isinstance(path[-1], int):
+                    raise changes_argument(name)
+                warnings.warn(
+                    f"block '{name}' stores a tensor under {path[-1]!r} in a dictionary that it "
+                    "receives. The next pipeline stage does not get it. If later blocks do not "
+                    "compute it again, return it from the block and pass it to the next one",
+                    stacklevel=2,
+                )
+                continue
             is_changed = _version(tensor) != self._before[id(tensor)][1]
             if is_changed and not self.needs_gradient(tensor):
                 self._changed.append((tensor, name))

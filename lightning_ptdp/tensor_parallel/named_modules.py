@@ -92,7 +92,7 @@ def local_numbers(
     local = []
     modules = dict(model.named_modules())
     for pattern, attributes in numbers.items():
-        if not any(matches(name, pattern) for name in modules):
+        if tensor_parallel_size > 1 and not any(matches(name, pattern) for name in modules):
             raise ValueError(
                 f"the pattern {pattern!r} in the plan's numbers matches no module of "
                 f"{type(model).__name__}; {nearest_names(pattern, modules)}"

@@ -99,9 +99,9 @@ def _change_input(
 ) -> tuple[Positional, Keywords]:
     if args:
         return (change(args[0]), *args[1:]), kwargs
-    # A caller may name the arguments in another order.
-    names = ("hidden_states", *_parameters(module), *kwargs)
-    first = next(name for name in names if name in kwargs)
+    first = "hidden_states"
+    if first not in kwargs:  # a caller may name the arguments in another order
+        first = next(name for name in (*_parameters(module), *kwargs) if name in kwargs)
     return args, {**kwargs, first: change(kwargs[first])}
 
 

@@ -19,6 +19,7 @@ from itertools import accumulate, combinations
 from operator import mul
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -41,6 +42,10 @@ _BY_PART = frozenset(("__getitem__", "chunk", "glu", "split", "tensor_split"))
 """Functions that take the parts of a fused layer apart."""
 _CONTRACTIONS = frozenset(("matmul", "__matmul__", "bmm", "scaled_dot_product_attention"))
 """Functions that sum over the last dimension of their first argument."""
+_OF_FIRST = frozenset(("expand_as", "reshape_as", "to", "type_as", "view_as"))
+"""Functions that read only the shape or the dtype of their second argument."""
+_SIZE_ERRORS = ("must match", "size of tensor", "cannot be multiplied")
+"""Words of torch's errors for tensors of sizes that do not fit."""
 
 
 class SplitFeatures(FirstForwards):
@@ -111,9 +116,8 @@ class _Features(PartialValues):
         super().__init__(self._refused)
         self._names: Any = WeakIdKeyDictionary()
         self._local: Any = WeakIdKeyDictionary()  # computed from the output of a column layer
-        self._copied: Any = WeakIdKeyDictionary(
-            dict(copies)
-        )  # and what is computed from them alone
+        # Also what is computed from them alone.
+        self._copied: Any = WeakIdKeyDictionary(dict(copies))
         self._fused: set[str] = set()
         self._numbers = divided
         self._ranks = 1
@@ -145,14 +149,21 @@ class _Features(PartialValues):
             PartialModelError: The result is not this rank's part of the full model's.
         """
         tensors = list(iterate_tensors((args, kwargs)))
+        if _name(func) in _OF_FIRST:
+            tensors = tensors[:1]
         layer = next((self._local[one] for one in tensors if one in self._local), None)
-        copied = [self._copied[one] for one in tensors if one in self._copied and one.requires_grad]
+        copied = []
+        if torch.is_grad_enabled():
+            copied = [
+                self._copied[one] for one in tensors if one in self._copied and one.requires_grad
+            ]
         # Functions of this package sum the gradients.
         line = calling_line(unless="lightning_ptdp") if layer is not None or copied else None
         try:
             result = super().__torch_function__(func, types, args, kwargs)
         except RuntimeError as error:
-            if layer is None or line is None or not _differ(tensors, self._ranks):
+            is_size = any(words in str(error) for words in _SIZE_ERRORS)
+            if layer is None or line is None or not is_size or not _differ(tensors, self._ranks):
                 raise
             sizes = " and ".join(str(tuple(one.shape)) for one in tensors)
             raise PartialModelError(

@@ -128,7 +128,11 @@ def _learned_activations(modules: Modules, tensor: Mapping[str, Kind]) -> dict[s
 
     A rank applies them to its features only. An example is Apertus' activation.
     """
-    beside = {_parent(pattern) for pattern, kind in tensor.items() if isinstance(kind, Row)}
+    columns, rows = (
+        {_parent(pattern) for pattern, kind in tensor.items() if isinstance(kind, one)}
+        for one in (Column, Row)
+    )
+    beside = columns & rows
     partial: dict[str, Kind] = {}
     for name, module in modules.items():
         parameters = list(module.parameters())

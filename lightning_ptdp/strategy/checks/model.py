@@ -112,7 +112,7 @@ def check_model(
         )
     check_gradient_hooks(hooked, kinds)
     if layout.tensor_parallel_size > 1:
-        check_hooks(whole, kinds)
+        check_hooks(whole, kinds, layout)
         if layout.sequence_parallel and not config.keyed_dropout:
             check_whole_dropout(whole, plan, kinds)
         check_captured(whole, kinds, sequence_parallel=layout.sequence_parallel)

@@ -268,8 +268,10 @@ def check_whole_dropout(model: nn.Module, plan: ParallelPlan, kinds: Mapping[str
             )
 
 
-def check_hooks(model: nn.Module, kinds: Mapping[str, Kind]) -> None:
+def check_hooks(model: nn.Module, kinds: Mapping[str, Kind], layout: ParallelLayout) -> None:
     for name, kind in kinds.items():
+        if isinstance(kind, Whole) and not layout.sequence_parallel:
+            continue  # the module stays
         hook = _lost_hook(model.get_submodule(name))
         if hook is not None and not isinstance(kind, Alias | Partial | Region):
             raise ValueError(
