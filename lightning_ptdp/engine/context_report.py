@@ -121,9 +121,8 @@ def full_outputs(
 ) -> Nested:
     """Return a step's outputs for the full sequence; collective.
 
-    Tensors (b, s/c, ...) are joined along time, unless they are features (b, s/c) of samples, which
-    all ranks have. Floating-point scalars are averaged with the ranks' weights. Every other tensor
-    must be equal on all ranks.
+    Tensors (b, s/c, ...) are joined along time. Floating-point scalars are averaged with the ranks'
+    weights. Every other tensor must be equal on all ranks.
 
     Args:
         outputs: Nested mappings and sequences of this rank.
@@ -138,11 +137,6 @@ def full_outputs(
 
     rank_weights = numbers_on(device, weights)
 
-    def is_equal(tensor: Tensor) -> bool:
-        values = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-        content = zlib.crc32(values.numpy().tobytes())
-        return len(set(_gather(numbers_on(device, [content]), group)[:, 0].tolist())) == 1
-
     def full(tensor: Tensor) -> Tensor:
         if tensor.dim() == 0 and tensor.is_floating_point():
             values = _gather(numbers_on(device, [tensor]), group)[:, 0]
@@ -150,11 +144,11 @@ def full_outputs(
                 tensor.device, tensor.dtype, non_blocking=tensor.is_cuda
             )
         if tensor.dim() > 1 and tensor.size(1) == length // group.size:
-            may_have_features = tensor.dim() == 2 and tensor.is_floating_point()
-            if may_have_features and is_equal(tensor) and bool((tensor != tensor[:1, :1]).any()):
-                return tensor
             return gather_sequence(tensor.to(device), 1, group=group).to(tensor.device)
-        if not is_equal(tensor):
+        content = zlib.crc32(
+            tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        )
+        if len(set(_gather(numbers_on(device, [content]), group)[:, 0].tolist())) > 1:
             raise ContextParallelError(
                 f"an output {tuple(tensor.shape)} of the step differs between context ranks "
                 "and cannot be combined. Return tensors (batch, sequence, ...), which are "

@@ -5,7 +5,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_ptdp.engine.context_report import full_outputs
 from lightning_ptdp.engine.sharing import ReportSharing
 from lightning_ptdp.engine.step_report import (
     LogCall,
@@ -153,28 +152,3 @@ def _share_column(rank):
 
 def test_column_of_one_sample_is_sent(pool):
     assert pool.run(_share_column, world_size=2) == [[1.0]] * 2
-
-
-def join_outputs(rank):
-    """Return the outputs of a step on two slices of three tokens, with constants and features."""
-    generator = torch.Generator().manual_seed(1)
-    features = torch.rand(2, 3, generator=generator)
-    outputs = {
-        "features": features,
-        "scores": features + rank,
-        "constant": torch.zeros(2, 3),
-        "hidden": torch.ones(2, 3, 4),
-    }
-    group = Group(dist.group.WORLD, (0, 1), rank)
-    return full_outputs(outputs, length=6, weights=[1.0, 1.0], group=group, device=CPU)
-
-
-def test_features_of_samples_are_not_joined_along_time(pool):
-    for found in pool.run(join_outputs, world_size=2):
-        shapes = {name: tuple(value.shape) for name, value in found.items()}
-        assert shapes == {
-            "features": (2, 3),
-            "scores": (2, 6),
-            "constant": (2, 6),
-            "hidden": (2, 6, 4),
-        }
