@@ -199,6 +199,17 @@ def running_modules() -> Iterator[nn.Module]:
         frame = frame.f_back
 
 
+def is_size_error(error: RuntimeError) -> bool:
+    """Return True for torch's errors about tensors whose sizes do not fit each other."""
+    words = (
+        "must match",
+        "match the broadcast",
+        "cannot be multiplied",
+        "invalid for input of size",
+    )
+    return any(one in str(error) for one in words)
+
+
 def calling_line(unless: str | None = None) -> str | None:
     """Return the file and line of the innermost code outside of torch and of modes.
 

@@ -36,7 +36,9 @@ class _Survivor(io.RawIOBase):
         try:
             return os.write(self._descriptor, data)
         except BlockingIOError:  # Another program, such as ssh, has made the terminal non-blocking.
-            select.select((), (self._descriptor,), ())
+            ready = select.poll()
+            ready.register(self._descriptor, select.POLLOUT)
+            ready.poll()
             return self.write(data)
         except OSError:
             devnull = os.open(os.devnull, os.O_WRONLY)

@@ -41,7 +41,7 @@ from lightning_ptdp.checkpoint.metadata import (
 )
 from lightning_ptdp.checkpoint.remote_path import Place, RemotePath, each
 from lightning_ptdp.checkpoint.save_agreement import CheckpointError, StorageError
-from lightning_ptdp.checkpoint.write_locks import Abandoned, WriteLock, lock_name, writer_of
+from lightning_ptdp.checkpoint.write_locks import LOCK, Abandoned, WriteLock, lock_name, writer_of
 
 _TURN_S = 5.0
 _NAMES = (METADATA_FILE, INDEX_FILE, STATE_FILE, README_FILE)
@@ -117,11 +117,7 @@ class SaveFolders:
                 by_target.setdefault(target, []).append(entry)
         for target, paths in by_target.items():
             locks = {lock_name(entry) for entry in paths}
-            entries = (
-                paths
-                if locks & {*paths}
-                else [entry for entry in paths if _looks_like_a_checkpoint(entry)]
-            )
+            entries = [entry for entry in paths if _is_of_a_save(entry)]
             with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
                 if all(stack.enter_context(self._abandoned.taken_over(lock)) for lock in locks):
                     _settle(target, entries)
@@ -161,8 +157,11 @@ def _settle(target: Path, entries: list[Path]) -> None:
         files.remove(path)
 
 
-def _looks_like_a_checkpoint(entry: Path) -> bool:
-    """Return True if a save made this entry; a user may have chosen such a name too."""
+def _is_of_a_save(entry: Path) -> bool:
+    """Return True if a save made this entry, not an export or a user who chose such a name."""
+    if entry.suffix == LOCK:
+        part = entry.with_suffix("")
+        return not os.path.lexists(part) or _is_of_a_save(part)
     if not entry.is_dir() or entry.is_symlink():
         return False
     return all(

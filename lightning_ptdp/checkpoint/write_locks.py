@@ -33,6 +33,7 @@ from lightning_ptdp.base.time_limit import locked, wait_for_lock
 LOCK = ".lock"
 _TOUCHED_EVERY_S = 5.0
 _UNCHANGED_S = 120.0
+_ABANDONED_S = 86400.0  # older by any clock, of which some are hours off
 _RECORD_S = 1.0  # time in which the process that created the file has locked and filled it
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -161,7 +162,9 @@ class Abandoned:
         before, since = self._seen.setdefault(file, (touched, now))
         if before != touched:
             self._seen[file] = (touched, now)
-        return before == touched and now - since > _UNCHANGED_S
+        if before != touched:
+            return False
+        return now - since > _UNCHANGED_S or time.time() - touched / 1e9 > _ABANDONED_S
 
 
 def _record(stream: IO[bytes]) -> LockHolder | None:

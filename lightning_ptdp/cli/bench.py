@@ -21,7 +21,7 @@ from lightning.pytorch import LightningDataModule
 
 from lightning_ptdp.bench import BenchResult, StepTimes, SyntheticData, ranked, render, table
 from lightning_ptdp.cli.failures import UserError, ending_workers, held_back
-from lightning_ptdp.cli.lightning_cli import PTDPCLI, take_tokenizer
+from lightning_ptdp.cli.lightning_cli import PTDPCLI
 from lightning_ptdp.cli.run_checks import check_run
 from lightning_ptdp.data import StreamDataModule
 from lightning_ptdp.world.axes import AXES
@@ -41,7 +41,6 @@ class _BenchCLI(PTDPCLI):
     def before_instantiate_classes(self) -> None:
         super().before_instantiate_classes()
         config = self.config
-        take_tokenizer(config)
         for name, minimum in (("warmup", 1), ("steps", 1)):
             if config[name] < minimum:
                 raise UserError(f"--{name} {config[name]} must be at least {minimum}")

@@ -186,7 +186,11 @@ class PTDPCLI(LightningCLI):
                 SaveOnSignal(),
                 ExpertLoad(),
             ]
-            added = [callback for callback in usual if not _has(trainer, type(callback))]
+            added = [
+                callback
+                for callback in usual
+                if callback is self.report or not _has(trainer, type(callback))
+            ]
             if trainer.enable_progress_bar is not False and not _has(trainer, ProgressBar):
                 added.append(StepProgress())
             if self.config.init_from is not None:

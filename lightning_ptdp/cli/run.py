@@ -164,8 +164,8 @@ def _check_fit(cli: PTDPCLI, ckpt_path: str | None) -> None:
     for callback in cli.trainer.callbacks:
         if isinstance(callback, ExportHuggingFace):
             callback.check(cli.trainer, [*read, ckpt_path])
-        if isinstance(callback, WriteSamples):
-            callback.texts()
+        if isinstance(callback, WriteSamples) and _launches(cli.trainer):
+            callback.texts()  # else only rank 0 needs the file
 
 
 def _ckpt_path(cli: PTDPCLI, verb: str) -> str | None:

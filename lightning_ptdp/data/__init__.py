@@ -20,12 +20,13 @@ from lightning_ptdp.data.chat_stream import ChatStream
 from lightning_ptdp.data.corpus import Corpus, Document, ReadReport
 from lightning_ptdp.data.corpus_build import PrepareConfig
 from lightning_ptdp.data.data_error import CorpusError, DataError, StoreError, TokenizerError
-from lightning_ptdp.data.datamodule import TextDataModule, fetch
+from lightning_ptdp.data.datamodule import PreparedDataModule, TextDataModule, fetch
+from lightning_ptdp.data.huggingface_tokenizer import HuggingFaceTokenizer
 from lightning_ptdp.data.image_chat_datamodule import ImageChatDataModule
 from lightning_ptdp.data.indexed_datamodule import IndexedDataModule, IndexedFile, indexed_stream
 from lightning_ptdp.data.loader import EvaluationLoader, TokenLoader
 from lightning_ptdp.data.manifest import Manifest, verify_store
-from lightning_ptdp.data.mixture import MixtureDataModule, MixtureStream
+from lightning_ptdp.data.mixture import CorpusOptions, MixtureDataModule, MixtureStream
 from lightning_ptdp.data.prepare import PreparedData, check_prepare, prepare
 from lightning_ptdp.data.stream import TokenStream
 from lightning_ptdp.data.stream_datamodule import StreamDataModule
@@ -38,9 +39,11 @@ __all__ = [
     "ChatStream",
     "Corpus",
     "CorpusError",
+    "CorpusOptions",
     "DataError",
     "Document",
     "EvaluationLoader",
+    "HuggingFaceTokenizer",
     "ImageChatDataModule",
     "IndexedDataModule",
     "IndexedFile",
@@ -50,6 +53,7 @@ __all__ = [
     "PreferenceDataModule",
     "PrepareConfig",
     "PreparedData",
+    "PreparedDataModule",
     "ReadReport",
     "StoreError",
     "StreamDataModule",

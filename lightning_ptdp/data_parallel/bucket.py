@@ -142,10 +142,9 @@ class Bucket:
             return
         index = self._index_of[id(parameter)]
         if not self.is_sharded:
-            view = self.views[index]
-            if gradient is not view:
-                view.copy_(gradient)
-                parameter.grad = view
+            if gradient is not self.views[index]:
+                self.views[index].copy_(gradient)
+                parameter.grad = self.views[index]
             return
         if self.unsummed is None:
             self.unsummed = self.buffer.new_zeros(self.size)

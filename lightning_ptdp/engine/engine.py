@@ -413,6 +413,8 @@ class Engine:
         is_last = self._mesh.group("pipeline").rank == self._mesh.layout.last_stage_rank
         sent = job.report() if is_last else None
         trainer = self._module.trainer
+        if sent is not None and self._mesh.group("context").size == 1:
+            sent.stops |= trainer.should_stop  # a hook of the last backward may have set it
         with self._watchdog.counting("the last stage"):
             report = self._sharing.share(sent)
         if sent is None:

@@ -280,13 +280,16 @@ def warn_of_divisors(divisors: Sequence[Tensor | None]) -> None:
 
 def _ends(node: Any, through: frozenset[str]) -> Iterator[Any]:
     """Yield the last operations of the loss, skipping those that do not change its meaning."""
-    if node is None:
-        return
-    if node.name() not in through:
-        yield node
-        return
-    for before, _ in node.next_functions:
-        yield from _ends(before, through)
+    pending = [] if node is None else [node]
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        if node.name() not in through:
+            yield node
+            continue
+        new = [one for one in reversed(_before(node)) if one not in seen]
+        seen.update(new)
+        pending += new
 
 
 def _is_sum(node: Any, samples: int) -> bool:
@@ -316,14 +319,12 @@ def _has_no_samples(node: Any, shape: torch.Size, samples: int) -> bool:
     """
 
     def is_apart(node: Any) -> bool:
-        name = node.name()
-        if name == "StackBackward0":
+        if node.name() == "StackBackward0":
             return len(shape) == 1 and shape[0] != samples
-        if hasattr(node, "variable"):
-            return isinstance(node.variable, nn.Parameter) and node.variable.shape == shape
-        return name in _ELEMENTWISE and all(map(is_apart, _before(node)))
+        variable = getattr(node, "variable", None)
+        return isinstance(variable, nn.Parameter) and variable.shape == shape
 
-    return all(map(is_apart, _before(node)))
+    return all(is_apart(end) for one in _before(node) for end in _ends(one, _ELEMENTWISE))
 
 
 def _before(node: Any) -> list[Any]:

@@ -94,10 +94,12 @@ class StepLoggers:
         try:
             _Pickler(content).dump((path, args, kwargs))
         except Exception as error:
+            names = (name for name in path[1:] if isinstance(name, str))
+            call = ".".join(("self.logger", *names))
             raise ValueError(
-                f"{'.'.join(('self.logger', *map(str, path[1:])))}(...) has an argument that cannot be sent "
-                f"from the last pipeline stage to rank 0, which has the logger ({error}). Call it "
-                "in a hook, such as on_validation_epoch_end"
+                f"{call}(...) has an argument that cannot be sent from the last pipeline stage to "
+                f"rank 0, which has the logger ({error}). Call it in a hook, such as "
+                "on_validation_epoch_end"
             ) from error
         if self._is_of_rank_zero:
             self._calls.append(content.getvalue())

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_ptdp.base.function_replacement import (
     PartialModelError,
     calling_line,
+    is_size_error,
     named_dims,
     running_modules,
 )
@@ -144,7 +145,7 @@ class TokenMixing(TorchFunctionMode):
             result = function(*args, **kwargs)
         except RuntimeError as error:
             tensors = list(iterate_tensors((args, kwargs)))
-            if not self._meets_more_tokens(tensors):
+            if not is_size_error(error) or not self._meets_more_tokens(tensors):
                 raise
             shapes = " and ".join(str(tuple(tensor.shape)) for tensor in tensors)
             raise self._refused_positions(f"{line} calls {name} on tensors {shapes}") from error

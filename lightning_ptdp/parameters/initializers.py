@@ -169,7 +169,7 @@ def _in_dtype_of(value: Tensor | None, declared: Tensor | None) -> Tensor | None
 def _mark(dtype: torch.dtype) -> float:
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
-    return False if dtype is torch.bool else torch.iinfo(dtype).max
+    return False if dtype is torch.bool else (torch.iinfo(dtype).min or torch.iinfo(dtype).max)
 
 
 def _check_set(module: nn.Module, name: str, others: Collection[str]) -> None:

@@ -245,8 +245,9 @@ class CheckpointHooks(World):
             path = self.snapshots.located(path, resuming=resuming)
         if not path.is_file():
             checkpoint = read_checkpoint(path, self, resuming=resuming)
-            if resuming:
-                set_restored_path(trainer, str(checkpoint["state_dict"].path))
+            restored = checkpoint["state_dict"].path
+            if resuming and restored != path:
+                set_restored_path(trainer, str(restored))
             return checkpoint
         checkpoint = super().load_checkpoint(os.fspath(path), weights_only=weights_only)
         if resuming:

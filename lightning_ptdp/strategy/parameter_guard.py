@@ -147,7 +147,8 @@ class ParameterGuard:
                     watching.enter_context(_StepValues(self, self._faults))
                 yield
         except RuntimeError as error:
-            if "to not have been used in the graph" not in str(error):
+            is_unused = "to not have been used in the graph" in str(error)
+            if not is_unused or self._layout.pipeline_parallel_size == 1:
                 raise
             raise PartialModelError(
                 f"{hook} differentiates with respect to a tensor that another rank has used "

@@ -207,8 +207,8 @@ class StepHooks(CheckpointHooks):
         if len(set(digests)) > 1:
             reason = f"with {option} the replicas" if option else "the ranks of a replica"
             raise self.refusal(
-                f"ranks generate from different prompts, but {reason} run every forward together. "
-                "Give all ranks the same prompts"
+                f"ranks generate from different prompts or options, but {reason} run every forward together. "
+                "Give all ranks the same ones"
             )
 
     def decodes(self) -> bool:

@@ -28,6 +28,7 @@ from lightning_ptdp.base.function_replacement import (
     PartialModelError,
     PartialValues,
     calling_line,
+    is_size_error,
     named_dims,
     running_modules,
 )
@@ -44,8 +45,6 @@ _CONTRACTIONS = frozenset(("matmul", "__matmul__", "bmm", "scaled_dot_product_at
 """Functions that sum over the last dimension of their first argument."""
 _OF_FIRST = frozenset(("expand_as", "reshape_as", "to", "type_as", "view_as"))
 """Functions that read only the shape or the dtype of their second argument."""
-_SIZE_ERRORS = ("must match", "size of tensor", "cannot be multiplied")
-"""Words of torch's errors for tensors of sizes that do not fit."""
 
 
 class SplitFeatures(FirstForwards):
@@ -162,8 +161,8 @@ class _Features(PartialValues):
         try:
             result = super().__torch_function__(func, types, args, kwargs)
         except RuntimeError as error:
-            is_size = any(words in str(error) for words in _SIZE_ERRORS)
-            if layer is None or line is None or not is_size or not _differ(tensors, self._ranks):
+            differ = is_size_error(error) and _differ(tensors, self._ranks)
+            if layer is None or line is None or not differ:
                 raise
             sizes = " and ".join(str(tuple(one.shape)) for one in tensors)
             raise PartialModelError(

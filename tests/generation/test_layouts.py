@@ -77,7 +77,7 @@ def test_scores_equal_single_process(written, model, layout):
 def test_different_prompts_are_refused(pool, model, layout, reason):
     writing = Writing(model=model, layout=layout, world_size=2, differs=True)
     for error in pool.run(refusal, world_size=2, args=(writing,)):
-        assert f"different prompts, but {reason} run every forward together" in error
+        assert f"different prompts or options, but {reason} run every forward together" in error
 
 
 def test_scores_equal_log_softmax():

@@ -244,9 +244,12 @@ def check_shared_values(model: nn.Module, config: PTDPConfig, layout: ParallelLa
         return
     first_of: dict[int, tuple[str, nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
-        if type(parameter) is not nn.Parameter or parameter.is_meta or not parameter.numel():
+        if type(parameter) is not nn.Parameter or parameter.layout is not torch.strided:
             continue
-        other_name, other = first_of.setdefault(parameter.data_ptr(), (name, parameter))
+        address = parameter.data_ptr()
+        if not address:  # without memory, as on the meta device
+            continue
+        other_name, other = first_of.setdefault(address, (name, parameter))
         if other is not parameter and (parameter.requires_grad or other.requires_grad):
             raise ValueError(
                 f"'{name}' and '{other_name}' are two parameters with the same memory (.data), which "
