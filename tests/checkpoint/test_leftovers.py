@@ -129,12 +129,12 @@ def test_save_of_running_process_is_kept_and_its_name_refused(tmp_path):
 
 
 def test_lock_of_other_machine_expires_after_two_minutes(tmp_path, monkeypatch):
-    """File locks may not work across machines. The clocks of two machines are not compared."""
+    """File locks may not work across machines, and their clocks differ by less than a day."""
     save(tmp_path / "b.ckpt", 1)
     part = (tmp_path / "b.ckpt").rename(part_name(tmp_path / "a.ckpt"))
     lock = Path(f"{part}.lock")
     lock.write_text(json.dumps({"machine": "another", "host": "there", "pid": 1}))
-    folders, now = SaveFolders(), time.monotonic()
+    folders, now, clock = SaveFolders(), time.monotonic(), time.time()
     for seconds, touched, expected in (
         (0, 1, True),
         (100, 2, True),
@@ -142,12 +142,36 @@ def test_lock_of_other_machine_expires_after_two_minutes(tmp_path, monkeypatch):
         (310, 3, True),
         (330, 3, False),
     ):
-        os.utime(lock, (touched, touched))
+        os.utime(lock, (clock + touched, clock + touched))
         monkeypatch.setattr(time, "monotonic", lambda seconds=seconds: now + seconds)
         folders.tidy(tmp_path)
         assert part.exists() == expected
     assert sorted(os.listdir(tmp_path)) == ["a.ckpt", "latest"]
     assert os.readlink(tmp_path / "latest") == "a.ckpt"
+
+
+def test_export_killed_on_another_machine_is_removed_after_a_day(tmp_path):
+    part = part_name(tmp_path / "export")
+    part.mkdir()
+    lock = Path(f"{part}.lock")
+    lock.write_text(json.dumps({"machine": "another", "host": "there", "pid": 1}))
+    for hours, is_left in ((1, True), (25, False)):
+        written = time.time() - 3600 * hours
+        os.utime(lock, (written, written))
+        with replacing(tmp_path / "export") as new:
+            new.mkdir()
+        assert part.exists() == lock.exists() == is_left
+
+
+def test_export_killed_between_its_renames_survives_a_save(tmp_path):
+    parts = [part_name(tmp_path / "export", kind) for kind in ("old", "tmp")]
+    for part in parts:
+        part.mkdir()
+        (part / "model.safetensors").write_bytes(b"weights")
+        (part / "config.json").write_text("{}")
+    Path(f"{parts[1]}.lock").write_text("{}")
+    save(tmp_path / "a.ckpt", 1)
+    assert all((part / "config.json").is_file() for part in parts)
 
 
 def test_other_files_named_like_leftovers_are_kept(tmp_path):

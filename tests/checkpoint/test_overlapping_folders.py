@@ -7,6 +7,7 @@ import pytest
 from lightning_ptdp.callbacks import ExportHuggingFace
 from lightning_ptdp.checkpoint import CheckpointError
 from lightning_ptdp.checkpoint.files import EXPORT_MARK, check_apart, existing_paths
+from lightning_ptdp.checkpoint.single_file import file_to_write
 from tests.models.fits import quiet_trainer
 
 
@@ -80,3 +81,10 @@ def test_mount_point_is_refused_before_training():
     """The kernel does not rename it, so that the export would fail at the end."""
     with pytest.raises(CheckpointError, match="/proc is a mount point"):
         ExportHuggingFace("/proc")
+
+
+def test_file_of_a_lower_layer_is_replaced(tmp_path, monkeypatch):
+    """Overlay file systems may report such a file as a mount point."""
+    (tmp_path / "last.ckpt").touch()
+    monkeypatch.setattr(os.path, "ismount", lambda path: True)
+    assert file_to_write(tmp_path / "last.ckpt") == tmp_path / "last.ckpt"

@@ -22,9 +22,12 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
 
 from lightning_ptdp import ParallelPlan
 from lightning_ptdp.base.requirements import RequirementError
+from lightning_ptdp.config import PTDPConfig
+from lightning_ptdp.strategy.checks.module_content import check_shared_values
 from tests.conformance.toys import (
     P2,
     LitNet,
@@ -66,6 +69,22 @@ def test_parameters_tied_by_their_memory_are_refused(layout):
     with pytest.raises(ValueError, match=r"'net.4.weight' and 'net.2.weight' .* same memory"):
         make_trainer(place).strategy.check(LitSharesMemory())
     make_trainer(Place(world_size=2)).strategy.check(LitSharesMemory())
+
+
+class LitFixedGraph(LitNet):
+    """Has a sparse parameter and parameters without memory, which share no values."""
+
+    def __init__(self):
+        super().__init__()
+        self.adjacency = nn.Parameter(torch.eye(3).to_sparse(), requires_grad=False)
+        self.released = nn.ParameterList(torch.ones(2) for _ in range(2))
+        for parameter in self.released:
+            parameter.untyped_storage().resize_(0)
+
+
+def test_parameters_without_addresses_are_not_taken_for_tied():
+    config = PTDPConfig(offload_optimizer=True)
+    check_shared_values(LitFixedGraph(), config, config.layout(1))
 
 
 class LitManual(LitNet):

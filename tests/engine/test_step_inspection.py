@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_ptdp.engine.loss_inspection import divisor_of, warn_of_slices
+from lightning_ptdp.engine.loss_inspection import divisor_of, warn_of_loss, warn_of_slices
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.parity import make_trainer
 
@@ -544,3 +544,16 @@ def test_labels_ignored_by_another_number_are_compared_by_their_means(ignored, e
     labels = torch.tensor([1, ignored, 2])
     loss = F.cross_entropy(torch.randn(3, 4, requires_grad=True), labels, ignore_index=ignored)
     assert divisor_of(loss, {"labels": labels}) == expected
+
+
+def test_losses_of_many_terms_are_inspected():
+    """A loss may subtract a term per token, or use its terms several times."""
+    chain = doubled = torch.ones((), requires_grad=True).exp()
+    for _ in range(5000):
+        chain = chain - 0.001 * chain.detach()
+    for _ in range(60):
+        doubled = doubled * doubled - doubled
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_loss(chain, samples=4, replicas=True)
+        warn_of_loss(doubled, samples=4, replicas=True)

@@ -2,6 +2,7 @@
 
 A model cut in one process matches the whole model, or the cut is refused."""
 
+import contextlib
 import gc
 import pickle
 import weakref
@@ -26,6 +27,7 @@ from tests.pipeline.crossing_models import (
     EXACT,
     MODELS,
     RANGES,
+    WIDTH,
     Base,
     Block,
     Context,
@@ -406,6 +408,37 @@ class Halting(Base):
 def test_block_that_changes_an_argument_is_refused(model):
     with pytest.raises(StageError, match=r"block 'layers\.0' changes a tensor"):
         Emulated(build(model)).forward(ids(), training=True)
+
+
+class MemoBlock(Block):
+    def forward(self, x, other=None):
+        if "angles" not in other:
+            other["angles"] = torch.linspace(0, 1, WIDTH, dtype=x.dtype)
+        if not self.training:
+            other["cache"].append(x.detach())
+        return self.mix(x, x + other["angles"])
+
+
+class Memo(Filling):
+    """Each block computes a missing entry of a dictionary; evaluation also fills a list."""
+
+    def __init__(self):
+        Base.__init__(self, MemoBlock)
+
+    def run_blocks(self, x, ids):
+        state = {"cache": []}
+        for layer in self.layers:
+            x = layer(x, state)
+        return x
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_block_that_stores_a_missing_entry_is_warned_of(evaluates):
+    model = build(Memo).train(not evaluates)
+    expected = model(ids())
+    with contextlib.nullcontext() if evaluates else pytest.warns(UserWarning, match="'angles'"):
+        actual = Emulated(model).forward(ids(), training=True)
+    torch.testing.assert_close(actual, expected, **EXACT)
 
 
 class AddingBlock(Block):

@@ -51,6 +51,11 @@ class LitBlocks(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+@torch.no_grad()
+def without_gradients(h, extra):
+    return extra(h)
+
+
 def halves(h, extra):
     a, b = h.chunk(2, -1)
     return F.silu(a) * b
@@ -118,6 +123,11 @@ EQUAL = {
     "divided heads": (lambda h, extra: extra(h), {"extra": Heads, **DIVIDED}),
     "divided heads of parts": (heads_of_parts, {"extra": Heads, **PARTS, **DIVIDED}),
     "partial": (lambda h, extra: extra(h), {"extra": nn.PReLU, "kinds": {"h.*.extra": "partial"}}),
+    "dtype of a parameter": (
+        lambda h, extra: h.type_as(extra.weight).to(extra.weight) + 0 * h.detach(),
+        {"extra": lambda: nn.LayerNorm(3)},
+    ),
+    "frozen copy": (lambda h, extra: h + without_gradients(h, extra), {"extra": nn.PReLU}),
 }
 
 
