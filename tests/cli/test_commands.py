@@ -486,7 +486,8 @@ def test_samples_without_chat_template_are_refused_before_launch(desk, capfd, mo
     monkeypatch.setattr("subprocess.Popen", refuse)
     prefix = "--trainer.callbacks.init_args."
     line = (
-        f"ptdp fit {NANO} --trainer.callbacks+ WriteSamples {prefix}prompts [a] {prefix}chat true"
+        f"ptdp fit {NANO} --data.data_dir others --trainer.callbacks+ WriteSamples "
+        f"{prefix}prompts [a] {prefix}chat true"
     )
     code, _, read = last_line(line, capfd, monkeypatch)
     assert (code, "has no chat template" in read) == (2, True), read
