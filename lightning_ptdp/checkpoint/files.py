@@ -296,7 +296,7 @@ def check_replaceable(path: PathLike, *, marker: str, or_file: bool = False) -> 
             without the file ``marker``.
     """
     place = located(path)
-    # Some file systems report a file of a lower layer as a mount point.
+    # An overlay file system may report a file of a lower layer as a mount point.
     if isinstance(place, Path) and place.is_dir() and os.path.ismount(place):
         raise CheckpointError(
             f"{place} is a mount point, which cannot be replaced. Choose a folder in it"

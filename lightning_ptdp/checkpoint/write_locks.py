@@ -33,7 +33,7 @@ from lightning_ptdp.base.time_limit import locked, wait_for_lock
 LOCK = ".lock"
 _TOUCHED_EVERY_S = 5.0
 _UNCHANGED_S = 120.0
-_ABANDONED_S = 86400.0  # older by any clock, of which some are hours off
+_ABANDONED_S = 86400.0  # longer than any difference between two machines' clocks
 _RECORD_S = 1.0  # time in which the process that created the file has locked and filled it
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 

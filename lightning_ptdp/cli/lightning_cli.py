@@ -201,7 +201,7 @@ class PTDPCLI(LightningCLI):
 
 
 def _training_keys(verb: str) -> list[str]:
-    """Return keys of ``fit`` that ``verb`` reads over in a configuration, such as a run's own."""
+    """Return keys of ``fit`` that ``verb`` ignores in a configuration, such as a run's own."""
     own = options_of_verb(verb)
     return [option.name for option in options_of_verb("fit") if option not in own]
 

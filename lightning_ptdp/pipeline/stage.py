@@ -296,5 +296,5 @@ class PipelineCut:
                 prepend=True,
                 with_kwargs=True,
             )
-            # A partial, because a compiler notes on it that it is excluded.
+            # A partial, because torch's compiler sets an attribute on it, which a method cannot have.
             block.register_forward_hook(eager(block, partial(self._boundary.returned)))

@@ -93,7 +93,7 @@ class StageRun:
         self.output = self.received_output if self.place.inside else None
 
     def begin_layer(self, layers: Mapping[int, Sequence[Layer]]) -> Layer:
-        """Return the layer as which a block is called.
+        """Return the layer that this call of a block computes.
 
         ``layers`` are the block's layers on each local stage, each called once and in order.
         """
@@ -147,7 +147,7 @@ class StageRun:
         )
 
     def follow_backward_hooks(self, given: object) -> None:
-        """Let ``output`` be what the last block's backward hooks made of it, as in ``given``."""
+        """Replace ``output`` by the tensors in ``given`` that the last block's backward hooks returned."""
         replaced = {
             edge: tensor
             for _, tensor in tensors_in(given)
