@@ -102,19 +102,17 @@ class ParallelModel:
             for name, parameter in self.module.get_submodule(top).named_parameters()
         }
 
-    @cached_property
-    def replicated(self) -> dict[str, nn.Parameter]:
-        """Return the trained parameters of which every tensor rank holds a copy, by name.
+    def copied(self, axis: str) -> dict[str, nn.Parameter]:
+        """Return the trained parameters that ``axis`` does not split, by name.
 
-        There are none without tensor parallelism, or if the parameters are sharded over replicas.
+        There are none if the parameters are sharded over replicas.
         """
-        divided = {p: managed.placement.sharded for p, managed in self.parameters.items()}
-        if self.shards is not None or not any("tensor" in axes for axes in divided.values()):
+        if self.shards is not None:
             return {}
         return {
-            self.parameters[p].name: p
-            for p, axes in divided.items()
-            if "tensor" not in axes and p.requires_grad
+            managed.name: p
+            for p, managed in self.parameters.items()
+            if axis not in managed.placement.sharded and p.requires_grad
         }
 
     @property

@@ -207,22 +207,26 @@ class Engine:
             self._buffers.broadcast()
 
     def _check_copies(self) -> None:
-        """Compare the copies of parameters that several ranks of a replica hold.
+        """Compare the copies of parameters that several ranks hold.
 
         The comparison reads values from the device. Stages are compared at batches 1, 2, 4, 8 and
-        so on, tensor ranks at 16, 256, 4096 and so on.
+        so on, replicas and tensor ranks at 16, 256, 4096 and so on. Replicas that shard the
+        optimizer receive each other's values after every step.
         """
         batch = self._step("training_step")
         if not batch or batch & (batch - 1):
             return
-        for axis, copies, due in (
-            ("pipeline", self._parallel.kept, True),
-            ("tensor", self._parallel.replicated, batch > 1 and batch.bit_length() % 4 == 1),
-        ):
-            if copies and due:
+        copies = {"pipeline": self._parallel.kept}
+        if batch > 1 and batch.bit_length() % 4 == 1:
+            copies["tensor"] = self._parallel.copied("tensor")
+            if not self._config.shards_optimizer:
+                # Experts differ between the ranks over which they are divided.
+                copies["replica_sum"] = self._parallel.copied("expert")
+        for axis, parameters in copies.items():
+            if parameters and self._mesh.group(axis).size > 1:
                 self.gradients.parameters_needed()
                 with self._parallel.computing():
-                    self.agreement.check_copies(copies, axis)
+                    self.agreement.check_copies(parameters, axis)
 
     def _scheduled_training_step(
         self, context: MakesContext, args: Sequence[Nested], loss_scale: Tensor | float

@@ -20,9 +20,9 @@ _READ = 65536
 """Elements of a tensor that are read; a larger tensor is read in equal steps."""
 _MASK = 2**62 - 1
 _NOTHING = -(2**63)
-_COPY_ROUNDING = MappingProxyType({"pipeline": 1e-5, "tensor": 1e-4})
+_COPY_ROUNDING = MappingProxyType({"pipeline": 1e-5, "tensor": 1e-4, "replica_sum": 1e-5})
 """Relative differences that are rounding: tensor ranks compute their copies' gradients, and stages
-receive the same sum.
+and replicas receive the same sum.
 """
 
 
@@ -31,7 +31,7 @@ class BatchMismatchError(PTDPError, RuntimeError):
 
 
 class UnequalCopiesError(PTDPError, RuntimeError):
-    """A parameter that several ranks of a replica hold differs between them."""
+    """A parameter that several ranks hold differs between them."""
 
 
 _REASONS = MappingProxyType(
@@ -43,6 +43,10 @@ _REASONS = MappingProxyType(
         "to the output of a column layer, a rank's gradient is only a part of the sum: declare its "
         "module as 'partial' in ParallelPlan(tensor=...). Otherwise, a hook or the step changes it with "
         "weights, gradients or random numbers of one rank only. Or use tensor_parallel_size=1",
+        "replica_sum": "is the same on all replicas at the start, but its values differ between them. "
+        "The step, a hook or the optimizer changes it with a replica's own samples or random numbers, "
+        "for example to initialize it from the first batch. Compute the value from the samples of all "
+        "replicas (self.all_gather), or make it a buffer, which is broadcast",
     }
 )
 
@@ -61,6 +65,15 @@ def batch_sums(batch: Nested, *, replica: int, replicas: int, device: torch.devi
     sums[2 * replica] = total
     sums[2 * replica + 1] = -total
     return sums
+
+
+def _norm(tensor: Tensor) -> Tensor:
+    """Return the norm of a tensor as float64, of usual dtypes without a copy of the tensor."""
+    if tensor.dtype in (torch.bfloat16, torch.float16):
+        return torch.linalg.vector_norm(tensor, dtype=torch.float32).double()
+    if tensor.dtype not in (torch.float32, torch.float64):
+        tensor = tensor.double()
+    return torch.linalg.vector_norm(tensor).double()
 
 
 def _checksum(tensor: Tensor) -> Tensor:
@@ -261,11 +274,11 @@ class RankAgreement:
 
         Raises:
             UnequalCopiesError: They differ. This happens with an average of the model's weights,
-                which each stage forms with its own weights only, and with gradients of which a
-                tensor rank has a part.
+                which each stage forms with its own weights only, with gradients of which a tensor
+                rank has a part, and with an initialization from the samples of one replica.
         """
-        sums = [tensor.detach().abs().sum(dtype=torch.float64) for tensor in tensors.values()]
-        low = torch.stack(sums).to(self._device)
+        norms = [_norm(tensor.detach()) for tensor in tensors.values()]
+        low = torch.stack(norms).to(self._device)
         high = low.clone()
         group = self._mesh.group(axis).handle
         dist.all_reduce(low, op=dist.ReduceOp.MIN, group=group)

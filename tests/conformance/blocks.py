@@ -81,11 +81,11 @@ def batches(place: Place, rank: int, count: int = 32) -> DataLoader:
     return DataLoader(own, batch_size=8 // replicas)
 
 
-def run_refused(rank: int, place: Place, kind: type[LitBlocks]) -> str:
+def run_refused(rank: int, place: Place, kind: type[LitBlocks], num_batches: int = 4) -> str:
     """Return the error of a fit with validation, or an empty string."""
     trainer = make_trainer(place, use_distributed_sampler=False, max_epochs=1)
     try:
-        trainer.fit(kind(), batches(place, rank), batches(place, rank))
+        trainer.fit(kind(), batches(place, rank, 8 * num_batches), batches(place, rank))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""

@@ -196,6 +196,28 @@ def test_weight_average_of_partial_model_is_refused(conformance):
         assert message.startswith("UnequalCopiesError: 'average.module.")
 
 
+class LitDataDependent(LitBlocks):
+    """Initializes a weight from its first samples, as an activation normalization does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = torch.nn.Parameter(torch.zeros(()))
+
+    def training_step(self, batch, batch_idx):
+        if not batch_idx:
+            with torch.no_grad():
+                self.shift.fill_(batch.float().mean())
+        return self.loss(batch) + 1e-3 * self.shift
+
+
+@pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 2, "plan": PLAN}])
+def test_weight_of_one_replicas_samples_is_refused(options, conformance):
+    place = Place(world_size=2 * options.get("tensor_parallel_size", 1), layout=options)
+    # The replicas are compared after 16 batches.
+    for message in conformance.ranks(run_refused, place, LitDataDependent, 17):
+        assert message.startswith("UnequalCopiesError: 'shift' is the same on all replicas")
+
+
 class LitHooked(LitBlocks):
     """Scales the gradient of a weight by ten with a tensor hook."""
 
