@@ -36,7 +36,7 @@ from lightning_ptdp.attention import (
     intercepted,
     shard_sequence,
 )
-from lightning_ptdp.base.function_replacement import Replacing, named_dims
+from lightning_ptdp.base.torch_calls import Replacing, TorchCall
 from lightning_ptdp.forward.token_mixing import has_tokens
 from lightning_ptdp.tensor_parallel.collectives import total
 from lightning_ptdp.world.mesh import Group
@@ -162,7 +162,7 @@ class SliceFunctions:
     def _reduce(self, reduce: _Function, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         local = reduce(input, *args, **kwargs)
         name = reduce.__name__
-        dims = named_dims(name, (input, *args), kwargs)
+        dims = TorchCall(reduce, (input, *args), kwargs).dims()
         if not (1 in dims and len(dims) < input.dim() and self._sums_tokens(input, name)):
             return local
         result = total(local, self.group)

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_ptdp.base.function_replacement import PartialModelError
 from lightning_ptdp.base.nested import iterate_tensors
+from lightning_ptdp.base.partial_values import PartialModelError
 from lightning_ptdp.shims.quantization import class_of, set_elements
 from lightning_ptdp.shims.torch import compares_storages
 

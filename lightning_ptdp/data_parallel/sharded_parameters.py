@@ -29,7 +29,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_ptdp.base.function_replacement import PartialModelError
+from lightning_ptdp.base.partial_values import PartialModelError
 from lightning_ptdp.blocks.fp8 import RoundedWeight
 from lightning_ptdp.data_parallel.absent_parameters import set_access
 from lightning_ptdp.data_parallel.flat_parameters import (

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_ptdp.base.function_replacement import PartialModelError, PartialValues
+from lightning_ptdp.base.partial_values import PartialModelError, PartialValues
+from lightning_ptdp.base.torch_calls import TorchCall
 from lightning_ptdp.data_parallel.gradient_store import GradientStore
 from lightning_ptdp.data_parallel.gradient_sums import global_norm
 from lightning_ptdp.parameters.managed_parameter import ManagedParameter, ManagedParameters
@@ -251,20 +252,16 @@ class GradientView(PartialValues):
         finally:
             self._paused = before
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def observe_call(self, call: TorchCall) -> Any:
+        """Run a call and check its result; gradients are those of the stepped tensors."""
         if self._paused:
-            return func(*args, **(kwargs or {}))
-        if func not in (_GETS, _SETS):
-            return super().__torch_function__(func, types, args, kwargs)
-        owner = self._stepped.get(args[0], args[0])
-        result = func(owner, *args[1:])
-        managed = self._owned.get(owner) if func == _GETS and result is not None else None
+            return call.run()
+        function = call.function
+        if function not in (_GETS, _SETS):
+            return super().observe_call(call)
+        owner = self._stepped.get(call.first, call.first)
+        result = function(owner, *call.args[1:])
+        managed = self._owned.get(owner) if function == _GETS and result is not None else None
         if managed is not None and (self._everything or not managed.placement.is_whole):
             self._names[result] = managed.name
         return result

@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from lightning_ptdp.base.errors import listed
-from lightning_ptdp.base.function_replacement import calling_line, named_dims
 from lightning_ptdp.base.nested import Nested, batch_size, iterate_tensors
+from lightning_ptdp.base.torch_calls import CallMode, TorchCall, calling_line
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.engine.loss_inspection import PAGE
 from lightning_ptdp.engine.step_state import Owner, StepState
@@ -219,7 +218,7 @@ def watch_samples(module: nn.Module, samples: int, *, replicas: bool) -> Iterato
         )
 
 
-class _Reductions(TorchFunctionMode):
+class _Reductions(CallMode):
     """Notes the first function that reduces dimension 0 of several, that of the samples.
 
     Dimension 0 of stacked tensors, such as the layers' outputs, is another one.
@@ -234,49 +233,42 @@ class _Reductions(TorchFunctionMode):
         self._samples = samples
         self._stacks = set[Tensor]()
 
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(function, "__name__", "")
+    def observe_call(self, call: TorchCall) -> Any:
+        """Run a call, and note whether it reduces the samples."""
         if self.place is not None:
-            return function(*args, **kwargs)
-        if self._reduces(name, args, kwargs) or self._compares(name, args, kwargs):
-            self.place = f"{calling_line()} computes the {name}"
-        result = function(*args, **kwargs)
-        if isinstance(result, Tensor) and self._is_stack(name, args, kwargs, result):
+            return call.run()
+        if self._reduces(call) or self._compares(call):
+            self.place = f"{calling_line()} computes the {call.name}"
+        result = call.run()
+        if isinstance(result, Tensor) and self._is_stack(call, result):
             self._stacks.add(result)
         return result
 
-    def _reduces(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    def _reduces(self, call: TorchCall) -> bool:
         """Return True for a reduction of a row of each sample, or for losses that are ordered."""
-        if name not in _REDUCING and name not in ORDERING:
+        if call.name not in _REDUCING and call.name not in ORDERING:
             return False
-        dims = named_dims(name, args, kwargs)
-        if 0 not in dims or isinstance(args[0], nn.Parameter) or args[0] in self._stacks:
+        dims = call.dims()
+        x = call.first
+        if 0 not in dims or isinstance(x, nn.Parameter) or x in self._stacks:
             return False
-        x: Tensor = args[0]
         if len(dims) < x.dim():
             return len(x) == self._samples > 1
-        return name in ORDERING and x.requires_grad and len(x) % self._samples == 0
+        return call.name in ORDERING and x.requires_grad and len(x) % self._samples == 0
 
-    def _compares(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    def _compares(self, call: TorchCall) -> bool:
         """Return True for distances between a row of each sample and other rows like these."""
-        if name not in ("cdist", "pdist"):
-            return False
-        return all(
+        return call.name in ("cdist", "pdist") and all(
             x.dim() == 2 and len(x) == self._samples > 1 and not isinstance(x, nn.Parameter)
-            for x in iterate_tensors((args, kwargs))
+            for x in call.tensors()
         )
 
-    def _is_stack(
-        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Tensor
-    ) -> bool:
+    def _is_stack(self, call: TorchCall, result: Tensor) -> bool:
         """Return True for rows of samples stacked along dimension 0, and for functions of these."""
-        if name == "stack":
-            dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
-            return dim == 0 and result.dim() > 1 and result.size(1) == self._samples
-        stacks = [x for x in args if isinstance(x, Tensor) and x in self._stacks]
+        if call.name == "stack":
+            is_first = call.argument(1, "dim", 0) == 0
+            return is_first and result.dim() > 1 and result.size(1) == self._samples
+        stacks = [x for x in call.args if isinstance(x, Tensor) and x in self._stacks]
         return any(x.shape == result.shape for x in stacks)
 
 

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lightning_ptdp.base.function_replacement import Replacing
+from lightning_ptdp.base.torch_calls import Replacing
 from lightning_ptdp.forward.matrix_product import (
     MatrixProduct,
     StepCasts,

@@ -7,14 +7,12 @@ Comparisons of such numbers, as in masks, are not reported.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_ptdp.base.function_replacement import running_modules
-from lightning_ptdp.base.nested import iterate_tensors
+from lightning_ptdp.base.torch_calls import TorchCall, running_modules
 
 _KEEPING = (
     "__add__ __getitem__ __radd__ __rsub__ __sub__ add bfloat16 clone contiguous double expand "
@@ -34,40 +32,34 @@ class SlicePositions:
     def __init__(self) -> None:
         self._counted: Any = WeakIdKeyDictionary()
 
-    def are_used(
-        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, tokens: int
-    ) -> bool:
-        """Return True if a function used positions that are counted from the start of a slice.
+    def are_used(self, call: TorchCall, result: Any, tokens: int) -> bool:
+        """Return True if a call used positions that are counted from the start of a slice.
 
         Args:
-            name: Name of a function of torch.
-            args: Its positional arguments.
-            kwargs: Its other arguments.
+            call: The call.
             result: Its result.
             tokens: Number of tokens in the slice.
         """
         if not isinstance(result, Tensor):
             return False
+        name = call.name
         if name == "arange":
-            if _counts(args, kwargs, tokens):
+            if _counts(call, tokens):
                 self._counted[result] = True
             return False
-        first = args[0] if args else None
-        if (
-            isinstance(first, Tensor)
-            and name == "__getitem__"
-            and _starts_table(first, args[1], tokens)
-        ):
+        first = call.first
+        indexes = isinstance(first, Tensor) and name == "__getitem__"
+        if indexes and _starts_table(first, call.second, tokens):
             if first.is_floating_point():
                 return True
             if (first.flatten()[0] != first.flatten()[-1]).item():
                 self._counted[result] = True
             return False
-        if not any(tensor in self._counted for tensor in iterate_tensors((args, kwargs))):
+        if not any(tensor in self._counted for tensor in call.tensors()):
             return False
         if name == "embedding":
-            return bool(args[1].size(0) > tokens)
-        if isinstance(first, Tensor) and name == "__getitem__" and first not in self._counted:
+            return bool(call.second.size(0) > tokens)
+        if indexes and first not in self._counted:
             return _is_table(first) and max(first.shape) > tokens
         computes = name in _ARITHMETIC.split()
         if computes or name in _KEEPING.split():
@@ -75,13 +67,11 @@ class SlicePositions:
         return computes and result.is_floating_point()
 
 
-def _counts(args: Sequence[Any], kwargs: Mapping[str, Any], tokens: int) -> bool:
+def _counts(call: TorchCall, tokens: int) -> bool:
     """Return True for ``arange(tokens)``, however its arguments are passed."""
-    numbers = [*args] if len(args) > 1 else [0, *args]
-    start = kwargs.get("start", numbers[0])
-    end = kwargs.get("end", numbers[1] if len(numbers) > 1 else None)
-    step = kwargs.get("step", numbers[2] if len(numbers) > 2 else 1)
-    return bool((start, end, step) == (0, tokens, 1))
+    given = ("start", "end", "step") if len(call.args) > 1 else ("end",)
+    numbers = {"start": 0, "step": 1, **dict(zip(given, call.args, strict=False)), **call.kwargs}
+    return (numbers["start"], numbers.get("end"), numbers["step"]) == (0, tokens, 1)
 
 
 def _starts_table(x: Tensor, index: object, tokens: int) -> bool:

@@ -12,22 +12,22 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from itertools import permutations
 from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from lightning_ptdp.base.function_replacement import (
-    PartialModelError,
+from lightning_ptdp.base.nested import iterate_tensors
+from lightning_ptdp.base.partial_values import PartialModelError
+from lightning_ptdp.base.torch_calls import (
+    CallMode,
+    TorchCall,
     calling_line,
     is_size_error,
-    named_dims,
     running_modules,
 )
-from lightning_ptdp.base.nested import iterate_tensors
 from lightning_ptdp.forward.slice_positions import SlicePositions
 from lightning_ptdp.forward.surroundings import Context, FirstForwards
 from lightning_ptdp.shims.torch import has_compiled_parts
@@ -87,7 +87,7 @@ def has_tokens(x: object, tokens: int) -> bool:
     return isinstance(x, Tensor) and x.dim() in (2, 3) and x.size(1) == tokens
 
 
-class TokenMixing(TorchFunctionMode):
+class TokenMixing(CallMode):
     """Mode that refuses functions that combine tokens.
 
     Code of this package may call them, because it exchanges the other ranks' tokens itself.
@@ -127,43 +127,36 @@ class TokenMixing(TorchFunctionMode):
         self._sizes = sizes
         self._allowed = allowed
 
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def observe_call(self, call: TorchCall) -> Any:
+        """Run a call, and refuse it if it combines tokens."""
         line = calling_line(unless="lightning_ptdp") if self.tokens else None
         if line is None:
-            return function(*args, **kwargs)
-        name = getattr(function, "__name__", "")
-        options = dict(kwargs)
-        values = args or ([options.pop("input")] if "input" in options else [])
-        if self._mixes_rows(name, values, options) or (
-            name not in self._allowed and self._mixes(name, values, options)
-        ):
-            self._refuse(line, name, values)
+            return call.run()
+        if self._mixes_rows(call) or (call.name not in self._allowed and self._mixes(call)):
+            self._refuse(line, call)
         try:
-            result = function(*args, **kwargs)
+            result = call.run()
         except RuntimeError as error:
-            tensors = list(iterate_tensors((args, kwargs)))
+            tensors = call.tensors()
             if not is_size_error(error) or not self._meets_more_tokens(tensors):
                 raise
             shapes = " and ".join(str(tuple(tensor.shape)) for tensor in tensors)
-            raise self._refused_positions(f"{line} calls {name} on tensors {shapes}") from error
-        if self._is_total(name, values, options, result):
+            raise self._refused_positions(
+                f"{line} calls {call.name} on tensors {shapes}"
+            ) from error
+        if self._is_total(call, result):
             # A maximum may be logged, with the same reduction over the ranks.
-            warns = name in ("max", "min") and self._averages_here()
-            self._refuse(line, name, values, warns=warns)
-        elif self._loses_tokens(name, values, result):
-            self._refuse(line, name, values)
-        elif self.tokens not in self._sizes and self._positions.are_used(
-            name, args, kwargs, result, self.tokens
-        ):
-            raise self._refused_positions(f"{line} counts positions from 0 ({name})")
+            warns = call.name in ("max", "min") and self._averages_here()
+            self._refuse(line, call, warns=warns)
+        elif self._loses_tokens(call, result):
+            self._refuse(line, call)
+        elif self.tokens not in self._sizes and self._positions.are_used(call, result, self.tokens):
+            raise self._refused_positions(f"{line} counts positions from 0 ({call.name})")
         return result
 
-    def _refuse(self, line: str, name: str, args: Sequence[Any], *, warns: bool = False) -> None:
-        first = next(iterate_tensors(args))
-        error = self._refusal(f"{line} calls {name} on a tensor {tuple(first.shape)}")
+    def _refuse(self, line: str, call: TorchCall, *, warns: bool = False) -> None:
+        first = next(iterate_tensors(call.values))
+        error = self._refusal(f"{line} calls {call.name} on a tensor {tuple(first.shape)}")
         if not warns:
             raise error
         warnings.warn(str(error), stacklevel=3)
@@ -183,9 +176,7 @@ class TokenMixing(TorchFunctionMode):
         averages = self._averages
         return averages is not None and not any(one in averages for one in running_modules())
 
-    def _is_total(
-        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
-    ) -> bool:
+    def _is_total(self, call: TorchCall, result: Any) -> bool:
         """Return True for one number of all tokens, whose mean over ranks is another value."""
         if (
             not isinstance(result, Tensor)
@@ -193,22 +184,24 @@ class TokenMixing(TorchFunctionMode):
             or not result.is_floating_point()
             or not any(
                 (self._has_tokens(x) or self._is_flat(x, 1)) and not isinstance(x, nn.Parameter)
-                for x in args[:2]
+                for x in call.values[:2]
             )
-            or name in _CHOOSING
-            or 0 < len(named_dims(name, args, kwargs)) < args[0].dim()
+            or call.name in _CHOOSING
+            or 0 < len(call.dims()) < call.first.dim()
         ):
             return False
         if not self._averages_here():
             return True
-        return result.requires_grad and not (name in _AVERAGED or name.endswith("_loss"))
+        is_averaged = call.name in _AVERAGED or call.name.endswith("_loss")
+        return result.requires_grad and not is_averaged
 
-    def _loses_tokens(self, name: str, args: Sequence[Any], result: Any) -> bool:
+    def _loses_tokens(self, call: TorchCall, result: Any) -> bool:
         """Return True if an argument has a dimension of n tokens, and the result none.
 
         A result with n times another dimension of the argument still has all tokens.
         """
         n = self.tokens
+        name = call.name
         if (
             name in self._allowed
             or name in _CHOOSING
@@ -217,7 +210,7 @@ class TokenMixing(TorchFunctionMode):
         ):
             return False
         results = [tensor for tensor in iterate_tensors(result) if tensor.numel() > 1]
-        for x in args if results else ():
+        for x in call.values if results else ():
             at = self._token_dim(x)
             if at is not None:
                 others = [size for dim, size in enumerate(x.shape) if dim != at]
@@ -245,14 +238,15 @@ class TokenMixing(TorchFunctionMode):
         is_second = x.size(2) == n and (x.dim() == 4 or x.size(1) in self._sizes)
         return 2 if is_second else None
 
-    def _mixes(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        x = args[0] if args else None
+    def _mixes(self, call: TorchCall) -> bool:
+        name = call.name
+        x = call.first
         if name in _JOINS:
-            dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+            dim = call.argument(1, "dim", 0)
             return any(self._is_hidden(part) and dim in (1, -2) for part in x or ())
         if name == "einsum" and isinstance(x, str) and "->" in x:
             inputs, _, output = x.replace(" ", "").partition("->")
-            pairs = zip(inputs.split(","), args[1:], strict=False)
+            pairs = zip(inputs.split(","), call.args[1:], strict=False)
             return any(
                 self._is_hidden(operand) and len(letters) == 3 and letters[1] not in output
                 for letters, operand in pairs
@@ -260,14 +254,14 @@ class TokenMixing(TorchFunctionMode):
         if not isinstance(x, Tensor):
             return False
         unclear = self.tokens in self._sizes
-        if dims := named_dims(name, args, kwargs):
+        if dims := call.dims():
             if 1 in dims and self._has_tokens(x):
                 return len(dims) < x.dim()
             is_ids = x.dim() == 2 and len(x) == self.samples and has_tokens(x, self.tokens)
             return not unclear and (
                 (1 in dims and is_ids and name in _OF_IDS) or self._token_dim(x) in dims
             )
-        second = next(iter((*args[1:], *kwargs.values())), None)
+        second = call.second
         if name in _ALONG_LAST:
             window = second.size(-1) if isinstance(second, Tensor) else 2
             return x.dim() == 3 and x.size(-1) == self.tokens and window > 1 and not unclear
@@ -281,13 +275,14 @@ class TokenMixing(TorchFunctionMode):
             return x.size(ATTENTION[name]) == self.tokens
         return name in _RECURRENT and self.tokens in x.shape
 
-    def _mixes_rows(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    def _mixes_rows(self, call: TorchCall) -> bool:
         """Return True if a function combines the rows of a tensor (b n, h)."""
-        if name in _PRODUCTS and len(args) == 2:
-            return self._is_flat(args[1]) and args[0].dim() == 2 and args[0].requires_grad
-        if named_dims(name, args, kwargs) != (0,):
+        x = call.first
+        if call.name in _PRODUCTS and len(call.args) == 2:
+            return self._is_flat(call.args[1]) and x.dim() == 2 and x.requires_grad
+        if call.dims() != (0,):
             return False
-        return self._is_flat(args[0]) or (name in ORDERING and self._is_flat(args[0], 1))
+        return self._is_flat(x) or (call.name in ORDERING and self._is_flat(x, 1))
 
     def _contracts(self, x: Tensor, other: object) -> bool:
         """Return True for scores of attention, (..., n, n), and for sums of (b, n, h) over n."""

@@ -27,9 +27,9 @@ from torch import Tensor, nn
 
 from lightning_ptdp.attention import KeyedAttention, intercepted, positions
 from lightning_ptdp.base.errors import PTDPError
-from lightning_ptdp.base.function_replacement import Replacing
 from lightning_ptdp.base.nested import batch_size, iterate_tensors
 from lightning_ptdp.base.random import derive_seed
+from lightning_ptdp.base.torch_calls import Replacing
 from lightning_ptdp.context_parallel import sequence_length
 from lightning_ptdp.forward.surroundings import Context, Contexts, Forward, Surrounding
 from lightning_ptdp.shims.torch import is_recomputed_later

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_ptdp.base.function_replacement import PartialModelError, PartialValues
+from lightning_ptdp.base.partial_values import PartialModelError, PartialValues
+from lightning_ptdp.base.torch_calls import TorchCall
 from lightning_ptdp.parameters.managed_parameter import ManagedParameters
 
 
@@ -235,20 +236,16 @@ class _WholeShapes(PartialValues):
         self._names.update({parameter: name for parameter, (name, _) in views.items()})
         self._twins = {parameter: twin for parameter, (_, twin) in views.items()}
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        twin = self._twins.get(args[0]) if func in _SHAPES and isinstance(args[0], Tensor) else None
+    def observe_call(self, call: TorchCall) -> Any:
+        """Run a call and check its result; shapes are those of the twins."""
+        asks = call.function in _SHAPES and isinstance(call.first, Tensor)
+        twin = self._twins.get(call.first) if asks else None
         if twin is not None:
-            return func(twin, *args[1:], **(kwargs or {}))
-        return super().__torch_function__(func, types, args, kwargs)
+            return call.function(twin, *call.args[1:], **call.kwargs)
+        return super().observe_call(call)
 
-    def _follow(self, func: Callable[..., Any], parts: list[Tensor], result: Tensor) -> Tensor:
-        source = super()._follow(func, parts, result)
+    def _follow(self, call: TorchCall, parts: list[Tensor], result: Tensor) -> Tensor:
+        source = super()._follow(call, parts, result)
         if source in self._twins and source.shape == result.shape:
             self._twins[result] = self._twins[source]
         return source

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from lightning_ptdp.base.nested import iterate_tensors, map_tensors
+from lightning_ptdp.base.nested import map_tensors
+from lightning_ptdp.base.torch_calls import CallMode, TorchCall
 from lightning_ptdp.parameters.structure_copies import without_tensors
 from lightning_ptdp.pipeline.containers import ModelParts, layers_of
 from lightning_ptdp.pipeline.crossing import Crossing, StageError
@@ -82,7 +82,7 @@ _READS = {
 }
 
 
-class _Uses(TorchFunctionMode):
+class _Uses(CallMode):
     """Trace of one run of ``model`` without data.
 
     Attributes:
@@ -124,20 +124,18 @@ class _Uses(TorchFunctionMode):
     def _leaves(self, name: str, _module: nn.Module, _args: Any, _output: Any) -> None:
         self._running[name] -= 1
 
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        name = getattr(function, "__name__", "")
-        if self._guesses and name in _READS:
-            return _READS[name]
+    def observe_call(self, call: TorchCall) -> Any:
+        """Run a call, and note the parameters that it uses."""
+        if self._guesses and call.name in _READS:
+            return _READS[call.name]
         # Models read dtype or device from the first parameter that they find, but read the shape of
         # a specific parameter. Of these reads, only that of the shape counts as a use.
-        if name != "__get__" or function == _SHAPE:
-            for tensor in iterate_tensors((args, kwargs)):
+        if call.name != "__get__" or call.function == _SHAPE:
+            for tensor in call.tensors():
                 owners = self._owners.get(id(tensor), [])
                 if not any(self._running[owner] for owner in owners):
                     self.uncalled.update(owners)
-        return function(*args, **(kwargs or {}))
+        return call.run()
 
 
 def _on_meta(arguments: Any) -> Any:
@@ -313,17 +311,16 @@ def _run_stages(
     return None
 
 
-class _Numbers(TorchFunctionMode):
+class _Numbers(CallMode):
     """Notes the numbers with a gradient that functions return, without keeping them."""
 
     def __init__(self) -> None:
         super().__init__()
         self._seen: list[weakref.ref[Tensor]] = []
 
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        result = function(*args, **(kwargs or {}))
+    def observe_call(self, call: TorchCall) -> Any:
+        """Run a call, and note its result."""
+        result = call.run()
         if isinstance(result, Tensor) and result.requires_grad and result.numel() == 1:
             self._seen.append(weakref.ref(result))
         return result

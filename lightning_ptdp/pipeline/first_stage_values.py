@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_ptdp.base.nested import iterate_tensors, map_tensors
+from lightning_ptdp.base.torch_calls import OF_FIRST, TorchCall
 from lightning_ptdp.pipeline.crossing import StageError, substitute
 from lightning_ptdp.shims.torch import storage_key
 
@@ -32,11 +33,10 @@ _LIKE = frozenset(
     }
 )
 _NEW = frozenset({"new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"})
-_SHAPE_OF_SECOND = frozenset({"to", "type_as", "expand_as", "view_as", "reshape_as"})
+_WRITES = frozenset({"__iadd__", "__isub__", "__imul__", "__itruediv__"})
 _READS = frozenset(
     {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__reduce_ex__"}
 )
-_WRITES = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"})
 
 
 @dataclass(eq=False)
@@ -85,8 +85,9 @@ class FirstStageValue(Tensor):
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(function, "__name__", "")
+        call = TorchCall(function, args, kwargs or {})
+        kwargs = call.kwargs
+        name = call.name
         sources = _foreign((args, kwargs))
         source = next((tensor for tensor in sources if tensor.origin.why is not None), sources[0])
         origin = source.origin
@@ -108,11 +109,11 @@ class FirstStageValue(Tensor):
         if (
             name in _LIKE
             or name in _NEW
-            or (name in _SHAPE_OF_SECOND and not isinstance(args[0], FirstStageValue))
+            or (name in OF_FIRST and not isinstance(args[0], FirstStageValue))
         ):
             return plain(result)
         outputs = _foreign(result)
-        writes = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
+        writes = name in _WRITES or call.changes_first
         if (
             origin.why is not None
             and (outputs or writes)

@@ -8,14 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_ptdp.base.errors import one_line
+from lightning_ptdp.base.torch_calls import Replacing
 from lightning_ptdp.parameters.structure_copies import without_tensors
 from lightning_ptdp.planner.operation_recorder import OperationRecorder, Trace, Weight
 from lightning_ptdp.planner.shapes import ExpertShape
@@ -99,7 +100,7 @@ class LayerTracer:
             )
             if self.precision.casts:
                 stack.enter_context(torch.autocast("cpu", torch.bfloat16))
-            stack.enter_context(ReplacedFunctions(recorder, on_cpu=self.on_cpu))
+            stack.enter_context(replaced_functions(recorder, on_cpu=self.on_cpu))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(recorder)
             self._watch_all(model, recorder)
@@ -236,23 +237,17 @@ def _experts(module: nn.Module) -> ExpertShape | None:
 # A replacement reads, writes and keeps as much as the operations that it replaces.
 
 
-class ReplacedFunctions(TorchFunctionMode):
-    """Attention as one operation, and on accelerators dropout that keeps one byte per element."""
+def replaced_functions(recorder: OperationRecorder, *, on_cpu: bool) -> Replacing:
+    """Return a mode with attention as one operation.
 
-    def __init__(self, recorder: OperationRecorder, *, on_cpu: bool) -> None:
-        super().__init__()
-        self._recorder = recorder
-        self._on_cpu = on_cpu
-
-    def __torch_function__(
-        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if function is nn.functional.scaled_dot_product_attention:
-            return _attend(self._recorder, *args, **kwargs)
-        if function is nn.functional.dropout and not self._on_cpu:
-            return _drop(*args, **kwargs)
-        return function(*args, **kwargs)
+    On accelerators, dropout keeps one byte per element.
+    """
+    replaced: dict[Callable[..., Any], Callable[..., Any]] = {
+        nn.functional.scaled_dot_product_attention: partial(_attend, recorder)
+    }
+    if not on_cpu:
+        replaced[nn.functional.dropout] = _drop
+    return Replacing(replaced)
 
 
 def _attend(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_ptdp.base.function_replacement import Replacing
+from lightning_ptdp.base.torch_calls import Replacing
 
 _CAPTURING = "transformers.utils.output_capturing"
 _INSTALLED = "_output_capturing_hooks_installed"

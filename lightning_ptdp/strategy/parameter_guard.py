@@ -32,11 +32,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_ptdp.base.function_replacement import (
-    PRODUCTS,
-    PartialModelError,
-    PartialValues,
-)
+from lightning_ptdp.base.partial_values import PartialModelError, PartialValues
+from lightning_ptdp.base.torch_calls import PRODUCTS, TorchCall, is_mode_frame
 from lightning_ptdp.parameters.managed_parameter import ManagedParameters
 from lightning_ptdp.pipeline.placeholders import Placeholder
 from lightning_ptdp.shims.torch import has_compiled_parts
@@ -189,7 +186,7 @@ class ParameterGuard:
             function = frame.f_code.co_name
             if function in _INSIDE and frame.f_locals.get("self") is not self.module:
                 return []
-            if package == "torch" or function == "__torch_function__":
+            if package == "torch" or is_mode_frame(frame):
                 continue
             if not found and package in LIBRARIES:
                 return []
@@ -336,20 +333,20 @@ class _StepValues(PartialValues):
         self._names.update(faults)
         self._owners = {**guard.owners}
 
-    def _follow(self, func: Callable[..., Any], parts: list[Tensor], result: Tensor) -> Tensor:
+    def _follow(self, call: TorchCall, parts: list[Tensor], result: Tensor) -> Tensor:
         running = running_module()
         in_layer = running is not None and running is not self._guard.module
         if not in_layer and not self._guard.users_frames():
             return parts[0]
         foreign = self._foreign(parts, running)
-        if foreign is not None and (function := getattr(func, "__name__", "")) in _PRODUCTS:
+        if foreign is not None and call.name in _PRODUCTS:
             raise PartialModelError(
-                f"{type(running or self._guard.module).__name__} calls {function} with the weight "
+                f"{type(running or self._guard.module).__name__} calls {call.name} with the weight "
                 f"{self._names[foreign]} ({self._guard.options}). Call the layer of this weight "
                 "instead, which communicates, or leave it out of ParallelPlan(tensor=...)"
             )
         if not in_layer:
-            return super()._follow(func, parts, result)
+            return super()._follow(call, parts, result)
         if foreign is not None:
             self._names[result] = self._names[foreign]
             self._owners[result] = self._owners.get(foreign, [])

@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from lightning_ptdp.base.torch_calls import is_mode_frame
 from lightning_ptdp.forward.own_forward import HookedForward
 
 TRAINERS = ("lightning", "pytorch_lightning", "lightning_ptdp")
@@ -38,7 +39,7 @@ def running_module() -> nn.Module | None:
         if function == "_call_impl":
             return frame.f_locals["self"]
         is_passed = isinstance(frame.f_locals.get("self"), HookedForward)
-        if package == "lightning_ptdp" and function != "__torch_function__" and not is_passed:
+        if package == "lightning_ptdp" and not is_mode_frame(frame) and not is_passed:
             return None
     return None
 

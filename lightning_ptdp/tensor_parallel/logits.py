@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_ptdp.base.nested import map_tensors
+from lightning_ptdp.base.torch_calls import TorchCall
 from lightning_ptdp.tensor_parallel.collectives import gather_last, start_all_gather
 from lightning_ptdp.tensor_parallel.cross_entropy import (
     LogSumExp,
@@ -61,18 +62,15 @@ class VocabularyParallelLogits(torch.Tensor):
     def __torch_function__(
         cls, func: Callable, types: Sequence[type], args: tuple = (), kwargs: Mapping | None = None
     ) -> object:
-        name = _name_of(func)
-        kwargs = dict(kwargs or {})
-        if not args and "input" in kwargs:
-            args = (kwargs.pop("input"),)
-        first = args[0] if args else None
-        handler = _HANDLERS.get(name)
+        call = TorchCall(func, args, kwargs or {})
+        first = call.first
+        handler = _HANDLERS.get(_name_of(call))
         if handler is not None and isinstance(first, cls):
-            result = handler(_Call(first, func, args[1:], kwargs))
+            result = handler(_Call(first, func, args[1:], call.options))
             if result is not NotImplemented:
                 return result
-        _refuse_in_place(name, first, kwargs)
-        args, kwargs = gather_full((args, kwargs))
+        _refuse_in_place(call)
+        args, kwargs = gather_full((call.args, call.kwargs))
         return func(*args, **kwargs)
 
 
@@ -107,12 +105,11 @@ def _local(logits: VocabularyParallelLogits) -> Tensor:
         return logits.as_subclass(torch.Tensor)
 
 
-def _name_of(func: Callable) -> str:
+def _name_of(call: TorchCall) -> str:
     """Return ``"shape"`` for the getter of ``Tensor.shape``, else the function's own name."""
-    name = getattr(func, "__name__", "")
-    if name == "__get__":
-        return str(getattr(getattr(func, "__self__", None), "__name__", name))
-    return name
+    if call.name == "__get__":
+        return str(getattr(getattr(call.function, "__self__", None), "__name__", call.name))
+    return call.name
 
 
 @dataclass(frozen=True)
@@ -322,13 +319,13 @@ def _refuse_hook(call: _Call) -> object:
     )
 
 
-def _refuse_in_place(name: str, first: object, kwargs: Mapping) -> None:
-    changes = name in ("__setitem__", "__set__") or (name.endswith("_") and not name.endswith("__"))
-    if (changes and isinstance(first, VocabularyParallelLogits)) or isinstance(
-        kwargs.get("out"), VocabularyParallelLogits
+def _refuse_in_place(call: TorchCall) -> None:
+    changes = call.changes_first or call.name == "__set__"
+    if (changes and isinstance(call.first, VocabularyParallelLogits)) or isinstance(
+        call.kwargs.get("out"), VocabularyParallelLogits
     ):
         raise ValueError(
-            f"{name} changes logits in place that are split along the vocabulary. Use the "
+            f"{call.name} changes logits in place that are split along the vocabulary. Use the "
             "variant that returns a new tensor, or first gather them: logits = "
             "lightning_ptdp.tensor_parallel.gather_full(logits)"
         )

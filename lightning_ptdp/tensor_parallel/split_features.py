@@ -23,16 +23,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_ptdp.base.function_replacement import (
+from lightning_ptdp.base.nested import iterate_tensors
+from lightning_ptdp.base.partial_values import PartialModelError, PartialValues
+from lightning_ptdp.base.torch_calls import (
+    OF_FIRST,
     PRODUCTS,
-    PartialModelError,
-    PartialValues,
+    TorchCall,
     calling_line,
     is_size_error,
-    named_dims,
     running_modules,
 )
-from lightning_ptdp.base.nested import iterate_tensors
 from lightning_ptdp.forward.surroundings import Context, FirstForwards
 from lightning_ptdp.shims.torch import has_compiled_parts
 from lightning_ptdp.tensor_parallel.kinds.vocabulary import VocabularyParallelHead
@@ -43,8 +43,6 @@ _BY_PART = frozenset(("__getitem__", "chunk", "glu", "split", "tensor_split"))
 """Functions that take the parts of a fused layer apart."""
 _CONTRACTIONS = frozenset(("matmul", "__matmul__", "bmm", "scaled_dot_product_attention"))
 """Functions that sum over the last dimension of their first argument."""
-_OF_FIRST = frozenset(("expand_as", "reshape_as", "to", "type_as", "view_as"))
-"""Functions that read only the shape or the dtype of their second argument."""
 
 
 class SplitFeatures(FirstForwards):
@@ -135,20 +133,14 @@ class _Features(PartialValues):
 
         return follow
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Call ``func``, check its result, and follow what is computed from features and copies.
+    def observe_call(self, call: TorchCall) -> Any:
+        """Run a call, check its result, and follow what is computed from features and copies.
 
         Raises:
             PartialModelError: The result is not this rank's part of the full model's.
         """
-        tensors = list(iterate_tensors((args, kwargs)))
-        if _name(func) in _OF_FIRST:
+        tensors = call.tensors()
+        if call.name in OF_FIRST:
             tensors = tensors[:1]
         layer = next((self._local[one] for one in tensors if one in self._local), None)
         copied = []
@@ -159,14 +151,14 @@ class _Features(PartialValues):
         # Functions of this package sum the gradients.
         line = calling_line(unless="lightning_ptdp") if layer is not None or copied else None
         try:
-            result = super().__torch_function__(func, types, args, kwargs)
+            result = super().observe_call(call)
         except RuntimeError as error:
             differ = is_size_error(error) and _differ(tensors, self._ranks)
             if layer is None or line is None or not differ:
                 raise
             sizes = " and ".join(str(tuple(one.shape)) for one in tensors)
             raise PartialModelError(
-                f"{line} calls {_name(func)} on tensors {sizes}, which have heads or features of "
+                f"{line} calls {call.name} on tensors {sizes}, which have heads or features of "
                 f"'{layer}' of one and of all {self._ranks} tensor ranks. Split a parameter with "
                 "Region(heads=..., per_head=(...)) and a bias with Region(heads=..., arguments="
                 "(...)), or leave the layer and the row layer after it out of "
@@ -176,7 +168,7 @@ class _Features(PartialValues):
             return result
         if layer is not None and copied:
             raise PartialModelError(
-                f"{line} calls {_name(func)} on features of '{layer}', of which each tensor rank "
+                f"{line} calls {call.name} on features of '{layer}', of which each tensor rank "
                 f"has a part, and on '{copied[0]}', of which each has a copy and would get a part of "
                 "the gradient. Declare its module as 'partial' in ParallelPlan(tensor=...)"
             )
@@ -188,23 +180,20 @@ class _Features(PartialValues):
                 self._copied[one] = copied[0]
         return result
 
-    def _check_call(
-        self, name: str, parts: list[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> None:
-        x = args[0] if args else None
+    def _check_call(self, call: TorchCall, parts: list[Tensor]) -> None:
+        name = call.name
+        x = call.first
         if name == "einsum" and isinstance(x, str):
-            for part in _contracted(x, args[1:]):
+            for part in _contracted(x, call.args[1:]):
                 if part in self._names:
                     raise self._refusal(self._names[part], name)
         if not isinstance(x, Tensor) or x not in self._names:
             return
         layer = self._names[x]
         if name in ("view", "reshape", "unflatten"):
-            self._check_heads(layer, name, x, args[1:])
+            self._check_heads(layer, name, x, call.args[1:])
             return
-        is_product = name in _CONTRACTIONS and any(
-            isinstance(other, Tensor) and other.dim() > 2 for other in (*args[1:], *kwargs.values())
-        )
+        is_product = name in _CONTRACTIONS and any(other.dim() > 2 for other in call.tensors()[1:])
         is_output = x.shape == self._divided[layer][0]
         if (not is_output and not is_product) or (name in _BY_PART and layer in self._fused):
             return
@@ -212,11 +201,11 @@ class _Features(PartialValues):
         if is_product or name in ("layer_norm", "rms_norm"):
             combines = True
         elif name == "__getitem__":
-            combines = _takes_block(args[1], x.dim())
+            combines = _takes_block(call.second, x.dim())
         elif name == "pad":
-            combines = any(kwargs.get("pad", args[1] if len(args) > 1 else ())[:2])
+            combines = any(call.argument(1, "pad", ())[:2])
         else:
-            combines = last in named_dims(name, args, kwargs)
+            combines = last in call.dims()
         if combines:
             raise self._refusal(layer, name)
 
@@ -253,8 +242,8 @@ class _Features(PartialValues):
             "{'<module>': {'<attribute>': PerRank()}})"
         )
 
-    def _follow(self, func: Callable[..., Any], parts: list[Tensor], result: Tensor) -> Tensor:
-        name = getattr(func, "__name__", "")
+    def _follow(self, call: TorchCall, parts: list[Tensor], result: Tensor) -> Tensor:
+        name = call.name
         # The output of the row layer may have the same shape.
         if self.line is None or name == "linear" or name in PRODUCTS:
             return parts[0]
@@ -273,10 +262,6 @@ class _Features(PartialValues):
             "rank has a part. Declare the parts of a fused layer (Column(parts=(...))), or leave "
             "the layer and the row layer after it out of ParallelPlan(tensor=...)"
         )
-
-
-def _name(func: Callable[..., Any]) -> str:
-    return getattr(func, "__name__", str(func))
 
 
 def _differ(tensors: Sequence[Tensor], ranks: int) -> bool:

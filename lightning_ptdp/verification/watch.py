@@ -9,7 +9,7 @@ import os
 import pickle
 import random
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from lightning_ptdp.base.nested import Nested
+from lightning_ptdp.base.torch_calls import CallMode, TorchCall
 from lightning_ptdp.engine.step_state import StepState, find_owners
 from lightning_ptdp.shims.lightning import replace_once
 from lightning_ptdp.verification.record import Record, digest
@@ -32,7 +32,7 @@ _RANDOM = (
 _SKIPPED = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
 
 
-class StepWatch(TorchFunctionMode):
+class StepWatch(CallMode):
     """Observer of one module's ``training_step``.
 
     Args:
@@ -81,25 +81,19 @@ class StepWatch(TorchFunctionMode):
             }
             self._record.written |= {change.name for change in state.changes()}
 
-    def __torch_function__(
-        self,
-        function: Callable,
-        types: object,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        name = getattr(function, "__name__", "")
-        kwargs = dict(kwargs or {})
-        draws = name in _RANDOM.split()
-        if draws or (name != "__get__" and any(isinstance(arg, nn.Parameter) for arg in args)):
+    def observe_call(self, call: TorchCall) -> Any:
+        """Record random numbers and reads of parameters."""
+        draws = call.name in _RANDOM.split()
+        reads = any(isinstance(arg, nn.Parameter) for arg in call.args)
+        if draws or (reads and call.name != "__get__"):
             place, inside = _caller(self._watched.__code__)
             if draws:
                 self._record.random.add(place)
             elif not inside:
                 self._record.parameters.add(place)
         if draws and self._frozen:
-            return _constant(function, name, args, kwargs)
-        return function(*args, **kwargs)
+            return _constant(call)
+        return call.run()
 
 
 def _switch_dropout_off(module: nn.Module) -> None:
@@ -123,24 +117,24 @@ def _caller(end: object) -> tuple[str, bool]:
     return place, inside
 
 
-def _constant(function: Callable, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _constant(call: TorchCall) -> Any:
     """Call a random function, and replace its result by one row, repeated for all samples.
 
     The row depends on its size only.
     """
-    kwargs.pop("generator", None)
+    options = {name: value for name, value in call.kwargs.items() if name != "generator"}
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(0)
-        drawn = function(*args, **kwargs)
+        drawn = call.function(*call.args, **options)
     if not drawn.dim():
         return drawn
     row = drawn[0].clone()
     # torch draws different numbers for a different size.
-    if "randn" in name or "normal" in name:
+    if "randn" in call.name or "normal" in call.name:
         row = torch.linspace(-1, 1, row.numel()).view_as(row)
     with torch.no_grad():
         return drawn.copy_(
-            torch.arange(len(drawn)) if name == "randperm" else row.to(drawn).expand_as(drawn)
+            torch.arange(len(drawn)) if call.name == "randperm" else row.to(drawn).expand_as(drawn)
         )
 
 

@@ -15,7 +15,7 @@ from lightning_ptdp.attention import (
     intercepted,
 )
 from lightning_ptdp.attention.attention_protocol import AttentionCall, plain_attention
-from lightning_ptdp.base.function_replacement import Replacing
+from lightning_ptdp.base.torch_calls import Replacing
 
 
 def inputs(kv_heads=4):

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.distributed import all_reduce
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_ptdp.base.function_replacement import PartialModelError
+from lightning_ptdp.base.partial_values import PartialModelError
 from lightning_ptdp.checkpoint import read_full
 from lightning_ptdp.tensor_parallel import ParallelPlan
 from tests.conformance.blocks import LAYOUTS, P2, PLAN, Block, LitBlocks, batches, run_refused

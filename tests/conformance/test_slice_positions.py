@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ptdp import ParallelPlan
 from lightning_ptdp.attention import ContextParallelError
-from lightning_ptdp.base.function_replacement import PartialModelError
+from lightning_ptdp.base.partial_values import PartialModelError
 from lightning_ptdp.forward.token_mixing import TokenMixing
 from tests.letters import SP, C, T
 from tests.parity import Training

@@ -14,7 +14,7 @@ from torchmetrics.classification import MulticlassRecall, MulticlassStatScores
 
 from lightning_ptdp import ParallelPlan
 from lightning_ptdp.attention import ContextParallelError
-from lightning_ptdp.base.function_replacement import PartialModelError
+from lightning_ptdp.base.partial_values import PartialModelError
 from lightning_ptdp.forward.token_mixing import TokenMixing
 from lightning_ptdp.tensor_parallel import Column
 from tests.letters import SP, C, M, P, T
