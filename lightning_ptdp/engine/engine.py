@@ -16,10 +16,6 @@ from lightning_ptdp.base.random import derive_seed
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel import ReplicaBuffers
 from lightning_ptdp.engine.decoding import Decoding
-from lightning_ptdp.engine.loss_inspection import (
-    warn_of_counted,
-    warn_of_loss,
-)
 from lightning_ptdp.engine.metric_groups import BatchMetrics, scope_metrics
 from lightning_ptdp.engine.microbatches import microbatch_sizes, split_batch
 from lightning_ptdp.engine.optimization import Optimization
@@ -31,9 +27,10 @@ from lightning_ptdp.engine.replica_step import (
     num_tokens,
 )
 from lightning_ptdp.engine.sharing import ReportSharing
-from lightning_ptdp.engine.step_inspection import FirstBatchInspection
+from lightning_ptdp.engine.step_inspection import BatchInspection, FirstBatchInspection
 from lightning_ptdp.engine.step_loggers import StepLoggers, repeat
 from lightning_ptdp.engine.step_report import (
+    LogCall,
     LogRecorder,
     ReportStream,
     StepReport,
@@ -342,64 +339,75 @@ class Engine:
     # ---- shared ----------------------------------------------------------------------------------
 
     def _straight_step(self, hook: str, context: MakesContext, args: Sequence[Nested]) -> Nested:
-        """Run the user's step on the whole batch; a backward is left to Lightning."""
+        """Run the user's step on the full batch; a backward is left to Lightning."""
         training = hook == "training_step"
-        group = self._mesh.group("replica_sum")
+        manual = self.optimization.manual if training else None
+        averages = self._weighs(hook)
+        inspection = None
+        if training and manual is None:
+            inspection = self._inspection.undivided(args[0])
         recorder = LogRecorder(self._module)
-        # With other ranks, random numbers must not depend on this process's earlier draws.
-        draws = self._mesh.layout.world_size > 1
-        seed = (
-            derive_seed(*self._step_seed(hook, args), self._mesh.layout.replica(self._mesh.rank))
-            if draws
-            else None
+        forward = Forward(
+            hook=hook, step=self._step(hook), whole=args[0], seed=self._straight_seed(hook, args)
         )
-        forward = Forward(hook=hook, step=self._step(hook), whole=args[0], seed=seed)
-        weighs = self._weighs(hook)
-        tokens = None
-        inspects = (
-            training
-            and self.optimization.manual is None
-            and self._inspection.is_first(group.size > 1)
-        )
-        watched = self._inspection.watched(args[0]) if inspects else contextlib.nullcontext()
         with (
             self._surroundings.around(forward),
             context(),
-            recorder if weighs else contextlib.nullcontext(),
+            recorder if averages else contextlib.nullcontext(),
             self._loggers.replaced(is_last=True),
-            watched,
+            contextlib.nullcontext() if inspection is None else inspection.watched(),
         ):
             output = getattr(self._module, hook)(forward.batch, *args[1:])
-        if training and self.optimization.manual is not None:
-            self.optimization.manual.check()
+        if manual is not None:
+            manual.check()
+        tokens = None
         if not training:
             output = gather_full(output)
             tokens = num_tokens(output)
-        elif weighs or self._config.check_finite is not None:
-            loss, tokens = loss_and_weight(output)
-            if tokens is None and inspects:
-                samples = 0
-                with contextlib.suppress(ValueError):  # batch without a number of samples
-                    samples = batch_size(args[0])
-                warn_of_loss(loss, samples=samples, replicas=True)
-                warn_of_counted(loss, samples=samples)
-            self.agreement.warn_of_uneven(args[0], counted=tokens is not None)
-            self.optimization.losses = [
-                (loss if tokens is None else counted_loss(loss, tokens)).detach()
-            ]
-        factor: float | Tensor = 1 / group.size
-        if weighs and tokens is not None:
-            tokens = tokens.to(self._device, torch.float32)
-            # Replicas that read other parameters have not started the same gathers yet.
-            self.gradients.parameters_needed()
-            with self._watchdog.counting(OTHER_REPLICAS):
-                total, _ = weigh_over_replicas(recorder.calls, tokens, group=group)
-            # Tokens may be counted by weights, whose sum may be less than 1.
-            factor = torch.where(total > 0, tokens / total, 0.0).to(tokens.dtype)
+        elif averages or self._config.check_finite is not None:
+            tokens = self._note_loss(output, args[0], inspection)
+        factor: float | Tensor = 1 / self._mesh.group("replica_sum").size
+        if averages and tokens is not None:
+            factor = self._weigh_calls(recorder.calls, tokens)
         if training:
             self.optimization.factor = factor
         replay(recorder.calls, self._module, shared=True)
         return output
+
+    def _straight_seed(self, hook: str, args: Sequence[Nested]) -> int | None:
+        """Return the seed of a straight step; None: it draws from the process's generators.
+
+        With other ranks, random numbers must not depend on this process's earlier draws.
+        """
+        layout = self._mesh.layout
+        if layout.world_size == 1:
+            return None
+        return derive_seed(*self._step_seed(hook, args), layout.replica(self._mesh.rank))
+
+    def _note_loss(
+        self, output: Nested, batch: Nested, inspection: BatchInspection | None
+    ) -> Tensor | None:
+        """Keep the loss of a straight step, warn of it, and return its number of tokens."""
+        loss, tokens = loss_and_weight(output)
+        if tokens is None and inspection is not None:
+            inspection.check_loss(loss, batch)
+        self.agreement.warn_of_uneven(batch, counted=tokens is not None)
+        self.optimization.losses = [counted_loss(loss, tokens).detach()]
+        return tokens
+
+    def _weigh_calls(self, calls: list[LogCall], tokens: Tensor) -> Tensor:
+        """Average a straight step's logged values over replicas, weighted by tokens.
+
+        Returns:
+            This replica's share of the tokens.
+        """
+        tokens = tokens.to(self._device, torch.float32)
+        # Replicas that read other parameters have not started the same gathers yet.
+        self.gradients.parameters_needed()
+        with self._watchdog.counting(OTHER_REPLICAS):
+            total, _ = weigh_over_replicas(calls, tokens, group=self._mesh.group("replica_sum"))
+        # Tokens may be counted by weights, whose sum may be less than 1.
+        return torch.where(total > 0, tokens / total, 0.0).to(tokens.dtype)
 
     def _run(self, job: LightningJob, hook: str) -> StepReport:
         """Run the user's step, including its backward, under a schedule.

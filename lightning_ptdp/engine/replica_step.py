@@ -17,18 +17,9 @@ from lightning_ptdp.base.random import derive_seed
 from lightning_ptdp.data_parallel import GradientStore
 from lightning_ptdp.data_parallel.sharded_parameters import ShardedParameters
 from lightning_ptdp.engine.context_report import PartReports, full_outputs
-from lightning_ptdp.engine.loss_inspection import (
-    divided_sums,
-    divisor_of,
-    warn_of_constants,
-    warn_of_counted,
-    warn_of_divisors,
-    warn_of_loss,
-    warn_of_slices,
-)
 from lightning_ptdp.engine.metric_groups import BatchMetrics
 from lightning_ptdp.engine.microbatches import merge_outputs, signature
-from lightning_ptdp.engine.step_inspection import watch_samples
+from lightning_ptdp.engine.step_inspection import BatchInspection
 from lightning_ptdp.engine.step_loggers import StepLoggers
 from lightning_ptdp.engine.step_report import (
     LogCall,
@@ -76,11 +67,13 @@ def num_tokens(output: Nested) -> Tensor | None:
     return None if tokens is None else torch.as_tensor(tokens)
 
 
-def counted_loss(loss: Tensor, weight: Tensor) -> Tensor:
+def counted_loss(loss: Tensor, weight: Tensor | None) -> Tensor:
     """Return ``loss``, or zero where ``weight`` is zero.
 
     A mean over no tokens may be 0/0. Select, do not multiply: 0 * NaN is NaN.
     """
+    if weight is None:
+        return loss
     return torch.where(weight > 0, loss, torch.zeros_like(loss))
 
 
@@ -128,10 +121,7 @@ class LightningJob(StepJob):
             by them; a power of two.
         spread: Numbers of labels to read with the report (``label_spread``); None if they are not
             needed.
-        inspects: Inspect the losses and warn of effects of microbatches on them.
-        divides_samples: Microbatches or replicas divide the samples, not only context ranks the
-            sequences.
-        watches: Also inspect the functions called in the first microbatch.
+        inspection: Inspection of the first batch; None: this is a later one.
         scale: Factor on every loss that does not count its tokens, in addition to the microbatch's
             share of the samples.
         loss_scale: Factor on every loss; the gradients are not divided by it here.
@@ -165,9 +155,7 @@ class LightningJob(StepJob):
     before_backward: Callable[[], None] = lambda: None
     expected_tokens: float = 1.0
     spread: Tensor | None = None
-    inspects: bool = False
-    divides_samples: bool = False
-    watches: bool = False
+    inspection: BatchInspection | None = None
     scale: float = 1.0
     loss_scale: Tensor | float = 1.0
     reduces: bool = False
@@ -180,8 +168,6 @@ class LightningJob(StepJob):
         self._calls: list[list[LogCall]] = [[] for _ in self.sizes]
         self._tokens: list[Tensor | None] = [None] * self.count
         self._shares: list[Tensor | float] = [1.0] * self.count
-        self._divisors: list[Tensor | None] = []
-        self._sums: list[list[tuple[int, float]]] = []
         self._part: BatchPart | None = None
         self._counts: bool | None = None
         self._awaited = self.count
@@ -220,14 +206,15 @@ class LightningJob(StepJob):
         """Run the user's step on the microbatch."""
         step = getattr(self.module, self.hook)
         recorder = LogRecorder(self.module)
+        is_last = forward.stage == self.stages - 1
         watched: Context = contextlib.nullcontext()
-        if self.watches and forward.microbatch == 0 and forward.stage == self.stages - 1:
-            watched = watch_samples(self.module, self.sizes[0], replicas=self.count == 1)
+        if self.inspection is not None and forward.microbatch == 0 and is_last:
+            watched = self.inspection.watched()
         batch = forward.batch
         if self.stages > 1 and forward.part is None:
             # The step may change its batch, but other stages and microbatches need theirs.
             batch = map_tensors(batch, Tensor.clone)
-        loggers = self.loggers.replaced(is_last=forward.stage == self.stages - 1)
+        loggers = self.loggers.replaced(is_last=is_last)
         with self._kept_state(forward), recorder, loggers, self.context(), watched:
             output = step(batch, *self.arguments)
         self._calls[forward.microbatch] = recorder.calls
@@ -273,8 +260,8 @@ class LightningJob(StepJob):
             if self.training
             else (torch.zeros((), device=self.device), num_tokens(output))
         )
-        if self.inspects and tokens is None:
-            self._inspect(loss, self.microbatches[microbatch])
+        if self.inspection is not None and tokens is None:
+            self.inspection.check_loss(loss, self.microbatches[microbatch], part)
         if part is not None and tokens is None:
             share = self._shares[microbatch] = part.share(loss.detach())
             loss = counted_loss(loss, share) * share
@@ -292,7 +279,7 @@ class LightningJob(StepJob):
                 "others. Return it always, also as 0"
             )
         self._counts = counts
-        loss = loss if tokens is None else counted_loss(loss, tokens)
+        loss = counted_loss(loss, tokens)
         self.losses.append(loss.detach())
         if tokens is None:
             return loss * (self.sizes[microbatch] / sum(self.sizes) * self.scale * self.loss_scale)
@@ -300,31 +287,6 @@ class LightningJob(StepJob):
         # the gradients at the end. Until then, the expected number keeps the gradients at the
         # magnitude of one process, which matters in float16.
         return loss * (tokens * (self.loss_scale / self.expected_tokens))
-
-    def _inspect(self, loss: Tensor, batch: Nested) -> None:
-        """Warn of a loss that depends on the microbatches, or on the replicas."""
-        samples = self.sizes[0]
-        if not self._divisors:
-            if self.divides_samples:
-                warn_of_loss(loss, samples=samples, replicas=self.count == 1)
-            part = self._part
-            warn_of_counted(
-                loss,
-                None if part is None else part.num_targets,
-                samples=samples if self.count == 1 and part is None else None,
-            )
-            if part is not None:
-                tokens = part.length // part.group.size
-                alone = not self.divides_samples
-                warn_of_slices(loss, samples=samples, tokens=tokens, alone=alone)
-        self._divisors.append(divisor_of(loss, batch))
-        if self.count == 1:
-            return
-        self._sums.append(divided_sums(loss, samples))
-        if len(self._divisors) == self.count and len(set(self.sizes)) == 1:
-            warn_of_divisors(self._divisors)
-            total = sum(self.sizes)
-            warn_of_constants(self._sums, samples=samples, total=total)
 
     def _is_skipped(self, output: Nested) -> bool:
         if output is None and self.may_skip and not self.losses:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -17,9 +18,18 @@ from lightning_ptdp.base.errors import listed
 from lightning_ptdp.base.nested import Nested, batch_size, iterate_tensors
 from lightning_ptdp.base.torch_calls import CallMode, TorchCall, calling_line
 from lightning_ptdp.config import PTDPConfig
-from lightning_ptdp.engine.loss_inspection import PAGE
+from lightning_ptdp.engine.loss_inspection import (
+    PAGE,
+    divided_sums,
+    divisor_of,
+    warn_of_constants,
+    warn_of_counted,
+    warn_of_divisors,
+    warn_of_loss,
+    warn_of_slices,
+)
 from lightning_ptdp.engine.step_state import Owner, StepState
-from lightning_ptdp.forward.surroundings import Context
+from lightning_ptdp.forward.surroundings import BatchPart
 from lightning_ptdp.forward.token_mixing import ORDERING
 from lightning_ptdp.shims.lightning import LightningModule
 from lightning_ptdp.shims.torch import has_compiled_parts
@@ -82,9 +92,8 @@ class FirstBatchInspection:
             _check_samples(
                 batch, getattr(self._module.trainer.train_dataloader, "batch_size", None)
             )
-        job.inspects = job.count > 1 or replicas > 1
-        job.divides_samples = job.count > 1 or self._mesh.group("replicas").size > 1
-        job.watches = job.divides_samples and self._config.compile == "none"
+        if job.count > 1 or replicas > 1:
+            job.inspection = self._of(job.sizes)
         if not changes:
             return lambda: None
         # All stages hold the LightningModule's own attributes. The last one warns of them.
@@ -147,15 +156,95 @@ class FirstBatchInspection:
         self._is_done |= divided
         return first and not any(self._mesh.group(axis).rank for axis in ("replica_sum", "tensor"))
 
-    def watched(self, batch: Nested) -> Context:
-        """Return the context of a step on a replica's whole batch.
-
-        It warns of reductions over the samples of the batch.
-        """
+    def undivided(self, batch: Nested) -> BatchInspection | None:
+        """Return the inspection of a step on a replica's full batch, if it is the first one."""
+        if not self.is_first(self._mesh.group("replica_sum").size > 1):
+            return None
+        samples = 0
         with contextlib.suppress(ValueError):  # batch without a number of samples
-            if self._config.compile == "none":
-                return watch_samples(self._module, batch_size(batch), replicas=True)
-        return contextlib.nullcontext()
+            samples = batch_size(batch)
+        return self._of((samples,))
+
+    def _of(self, sizes: Sequence[int]) -> BatchInspection:
+        divides = len(sizes) > 1 or self._mesh.group("replicas").size > 1
+        watches = divides and sizes[0] > 0 and self._config.compile == "none"
+        return BatchInspection(self._module, sizes, divides, watches)
+
+
+@dataclass(eq=False)
+class BatchInspection:
+    """Inspection of the steps on one batch, and of their losses.
+
+    Attributes:
+        module: The LightningModule.
+        sizes: Numbers of samples in the microbatches; 0: unknown.
+        divides_samples: Whether microbatches or replicas divide the samples, not only context ranks
+            the sequences.
+        watches: Whether to inspect the functions that the first step calls.
+    """
+
+    module: nn.Module
+    sizes: Sequence[int]
+    divides_samples: bool
+    watches: bool
+    _divisors: list[Tensor | None] = field(default_factory=list, init=False)
+    _sums: list[list[tuple[int, float]]] = field(default_factory=list, init=False)
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Warn of the first line inside that reduces the samples to one value per feature.
+
+        Hand-written normalization does this. A module with compiled parts is not watched, because
+        they would be compiled again for the next microbatch.
+        """
+        if not self.watches or has_compiled_parts(self.module):
+            yield
+            return
+        reductions = _Reductions(self.sizes[0])
+        with reductions:
+            yield
+        if reductions.place is not None:
+            part, remedy = (
+                ("replica", "gather the samples of all replicas first")
+                if len(self.sizes) == 1
+                else ("microbatch", "use num_microbatches=1")
+            )
+            warnings.warn(
+                f"{reductions.place} over dimension 0, the samples of one {part}, but one process "
+                f"computes it over the whole batch. If the loss depends on it, {remedy} ({PAGE})",
+                stacklevel=3,
+            )
+
+    def check_loss(self, loss: Tensor, batch: Nested, part: BatchPart | None = None) -> None:
+        """Warn of a loss that depends on how the batch is divided.
+
+        Args:
+            loss: Loss of a microbatch, in their order.
+            batch: The microbatch.
+            part: The part of it that the step used; None: all of it.
+        """
+        sizes = self.sizes
+        if not self._divisors:
+            self._check_first(loss, part)
+        if len(sizes) == 1:
+            return
+        self._divisors.append(divisor_of(loss, batch))
+        self._sums.append(divided_sums(loss, sizes[0]))
+        if len(self._divisors) == len(sizes) and len(set(sizes)) == 1:
+            warn_of_divisors(self._divisors)
+            warn_of_constants(self._sums, samples=sizes[0], total=sum(sizes))
+
+    def _check_first(self, loss: Tensor, part: BatchPart | None) -> None:
+        samples = self.sizes[0]
+        is_only = len(self.sizes) == 1
+        if self.divides_samples:
+            warn_of_loss(loss, samples=samples, replicas=is_only)
+        if part is None:
+            warn_of_counted(loss, samples=samples if is_only else None)
+            return
+        warn_of_counted(loss, part.num_targets)
+        tokens = part.length // part.group.size
+        warn_of_slices(loss, samples=samples, tokens=tokens, alone=not self.divides_samples)
 
 
 def _check_samples(batch: Nested, loaded: int | None) -> None:
@@ -184,37 +273,6 @@ def _check_samples(batch: Nested, loaded: int | None) -> None:
             "loader has samples, but microbatches are split along dimension 0. If dimension 1 has "
             "the samples, transpose the tensors in the collate function",
             stacklevel=2,
-        )
-
-
-@contextlib.contextmanager
-def watch_samples(module: nn.Module, samples: int, *, replicas: bool) -> Iterator[None]:
-    """Warn of the first line inside that reduces the samples to one value per feature.
-
-    Hand-written normalization does this. A module with compiled parts is not watched, because they
-    would be compiled again for the next microbatch.
-
-    Args:
-        module: The LightningModule whose step runs inside.
-        samples: Number of samples of the microbatch, or of a replica's batch.
-        replicas: Whether only replicas divide the batch.
-    """
-    if has_compiled_parts(module):
-        yield
-        return
-    reductions = _Reductions(samples)
-    with reductions:
-        yield
-    if reductions.place is not None:
-        part, remedy = (
-            ("replica", "gather the samples of all replicas first")
-            if replicas
-            else ("microbatch", "use num_microbatches=1")
-        )
-        warnings.warn(
-            f"{reductions.place} over dimension 0, the samples of one {part}, but one process "
-            f"computes it over the whole batch. If the loss depends on it, {remedy} ({PAGE})",
-            stacklevel=3,
         )
 
 
