@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType, MappingProxyType
@@ -157,6 +157,14 @@ class Replacing(TorchFunctionMode):
 # ---- Callers -------------------------------------------------------------------------------------
 
 
+def outer_frames() -> Iterator[FrameType]:
+    """Yield the frames of the functions that run, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 def is_mode_frame(frame: FrameType) -> bool:
     """Return True for a frame of a mode that sees a call, or of this file."""
     code = frame.f_code
@@ -173,23 +181,21 @@ def calling_line(unless: str | None = None) -> str | None:
     The result is None if that code belongs to the package ``unless``.
     """
     torch_folder = os.path.dirname(torch.__file__) + os.sep
-    frame = inspect.currentframe()
-    while frame is not None and (
-        frame.f_code.co_filename.startswith(torch_folder) or is_mode_frame(frame)
-    ):
-        frame = frame.f_back
-    if frame is None or frame.f_globals.get("__name__", "").partition(".")[0] == unless:
-        return None
-    return f"{os.path.basename(frame.f_code.co_filename)}, line {frame.f_lineno},"
+    for frame in outer_frames():
+        file = frame.f_code.co_filename
+        if file.startswith(torch_folder) or is_mode_frame(frame):
+            continue
+        if frame.f_globals.get("__name__", "").partition(".")[0] == unless:
+            break
+        return f"{os.path.basename(file)}, line {frame.f_lineno},"
+    return None
 
 
 def running_modules() -> Iterator[nn.Module]:
     """Yield the modules whose forward runs, the innermost first."""
-    frame = inspect.currentframe()
-    while frame is not None:
+    for frame in outer_frames():
         if frame.f_code.co_name == "_call_impl":
             yield frame.f_locals["self"]
-        frame = frame.f_back
 
 
 def is_size_error(error: RuntimeError) -> bool:

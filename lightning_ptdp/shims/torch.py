@@ -8,7 +8,6 @@ version. A test reports these places when the bound in ``pyproject.toml`` is rai
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -18,6 +17,7 @@ import torch
 from torch import nn
 from torch.autograd.function import FunctionCtx
 
+from lightning_ptdp.base.torch_calls import outer_frames
 from lightning_ptdp.shims.lightning import is_compiled as is_compiled_module
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -231,13 +231,11 @@ def is_recomputed_later(*, by_us: bool) -> bool:
 
 
 def _is_in_autograd_function() -> bool:
-    frame = inspect.currentframe()
-    while frame is not None:
-        first = frame.f_code.co_varnames[:1]
-        if first and isinstance(frame.f_locals.get(first[0]), FunctionCtx):
-            return True
-        frame = frame.f_back
-    return False
+    return any(
+        isinstance(frame.f_locals.get(name), FunctionCtx)
+        for frame in outer_frames()
+        for name in frame.f_code.co_varnames[:1]
+    )
 
 
 def forward_hooks(module: nn.Module) -> tuple[dict[int, Callable[..., object]], dict[int, bool]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from lightning_ptdp.base.torch_calls import is_mode_frame
+from lightning_ptdp.base.torch_calls import is_mode_frame, outer_frames
 from lightning_ptdp.forward.own_forward import HookedForward
 
 TRAINERS = ("lightning", "pytorch_lightning", "lightning_ptdp")
@@ -24,12 +23,10 @@ _SAVES = {"save", "save_file", "save_model", "dump"}
 
 def frames() -> Iterator[tuple[str, FrameType]]:
     """Yield the frames outside of the guard, the innermost first, each with its package."""
-    frame = inspect.currentframe()
-    while frame is not None:
+    for frame in outer_frames():
         name = str(frame.f_globals.get("__name__"))
         if name not in _GUARD:
             yield name.partition(".")[0], frame
-        frame = frame.f_back
 
 
 def running_module() -> nn.Module | None:

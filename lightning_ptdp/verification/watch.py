@@ -8,11 +8,9 @@ from __future__ import annotations
 import os
 import pickle
 import random
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -20,7 +18,7 @@ import torch
 from torch import nn
 
 from lightning_ptdp.base.nested import Nested
-from lightning_ptdp.base.torch_calls import CallMode, TorchCall
+from lightning_ptdp.base.torch_calls import CallMode, TorchCall, outer_frames
 from lightning_ptdp.engine.step_state import StepState, find_owners
 from lightning_ptdp.shims.lightning import replace_once
 from lightning_ptdp.verification.record import Record, digest
@@ -105,15 +103,15 @@ def _switch_dropout_off(module: nn.Module) -> None:
 
 def _caller(end: object) -> tuple[str, bool]:
     """Return the user's line that called torch, and True if a module is being called."""
-    frame: FrameType | None = sys._getframe(2)
     place = ""
     inside = False
-    while frame is not None and frame.f_code is not end:
+    for frame in outer_frames():
+        if frame.f_code is end:
+            break
         file = frame.f_code.co_filename
         if not place and not file.startswith(_SKIPPED):
             place = f"{Path(file).name}:{frame.f_lineno}, in {frame.f_code.co_name}"
         inside |= frame.f_code.co_name == "_call_impl"
-        frame = frame.f_back
     return place, inside
 
 
