@@ -37,7 +37,7 @@ class Counting(Surrounding):
         self.attached -= 1
 
     def around(self, forward):
-        assert forward.batch["input_ids"].size(0) == forward.whole["input_ids"].size(0)
+        assert forward.batch["input_ids"].size(0) == forward.full_batch["input_ids"].size(0)
         return self.counted(self.forwards, forward)
 
     def recomputation(self, forward):

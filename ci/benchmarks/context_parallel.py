@@ -119,7 +119,7 @@ def kept_bytes(tokens: int, group: Group) -> float:
         if group.size == 1:
             kept: Any = loss(batch)
         else:
-            forward = Forward(hook="training_step", whole=batch)
+            forward = Forward(hook="training_step", full_batch=batch)
             parallel = ContextParallel(group=group)
             parallel.attach(model)
             with parallel.around(forward):

@@ -98,7 +98,7 @@ class Job:
             hook="training_step",
             stage=stage,
             microbatch=microbatch,
-            whole=self._microbatches[microbatch],
+            full_batch=self._microbatches[microbatch],
         )
 
     def forward(self, forward: Forward) -> Tensor:

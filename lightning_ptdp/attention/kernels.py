@@ -159,9 +159,9 @@ def fused_kernel(q: Tensor, k: Tensor, v: Tensor, block: AttentionBlock) -> str 
         if can.can_use_flash_attention(can.SDPAParams(q, k, v, None, 0.0, block.causal, grouped)):
             return "flash"
     # The repeated keys have the form of the queries, except for their number.
-    whole = can.SDPAParams(q, q, q, None, 0.0, block.causal, False)
+    full = can.SDPAParams(q, q, q, None, 0.0, block.causal, False)
     # ROCm's log-sum-exp has another form.
-    supports = torch.version.hip is None and can.can_use_efficient_attention(whole)
+    supports = torch.version.hip is None and can.can_use_efficient_attention(full)
     return "efficient" if supports else None
 
 

@@ -38,7 +38,7 @@ from lightning_ptdp.planner import (
 )
 from lightning_ptdp.schedule import ideal_bubble
 from lightning_ptdp.schedule.simulate import Timeline
-from lightning_ptdp.strategy.checks.model import whole_model
+from lightning_ptdp.strategy.checks.model import full_model
 from lightning_ptdp.strategy.planning import described_choice, described_job
 
 
@@ -73,13 +73,13 @@ class StepTimes(Callback):
         self._counted: CountedMemory | None = None
         self._timeline: Timeline | None = None
         self._shape = (0, 0)
-        self._whole: nn.Module | None = None
+        self._full_model: nn.Module | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Keep the structure of the whole model, because the measured model may be a part."""
         config = getattr(trainer.strategy, "config", None)
         if isinstance(config, PTDPConfig):
-            self._whole = without_tensors(whole_model(pl_module, config))
+            self._full_model = without_tensors(full_model(pl_module, config))
 
     def on_train_batch_start(self, trainer: Trainer, *_: object) -> None:
         """Start to record after the measured steps."""
@@ -155,7 +155,7 @@ class StepTimes(Callback):
             peak_flops=self._peak_flops or known_peak_flops(device, precision),
             bubble=None if measured is None else float(measured.bubble_fraction),
             ideal_bubble=None if measured is None else ideal_bubble(measured.schedule),
-            **predicted(trainer, self._whole, samples=samples, length=length),
+            **predicted(trainer, self._full_model, samples=samples, length=length),
         )
 
 

@@ -242,14 +242,14 @@ class _InParts:
     """Function that runs on the whole input first, and on gathered parts when recomputed."""
 
     def __init__(self, tensor: Tensor, group: Group) -> None:
-        self._whole: Tensor | None = tensor
+        self._full: Tensor | None = tensor
         self._group = group
         self._shape = tensor.shape
         self._requires_grad = tensor.requires_grad
 
     def __call__(self, run: Callable[..., Any], part: Tensor, *inputs: Any) -> Any:
-        tensor = self._whole
-        self._whole = None
+        tensor = self._full
+        self._full = None
         if tensor is None:
             tensor = start_all_gather(part, dim=0, group=self._group).wait().view(self._shape)
             tensor.requires_grad_(self._requires_grad)

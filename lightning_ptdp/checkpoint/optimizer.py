@@ -428,4 +428,4 @@ def _equal(left: object, right: object) -> bool:
 
 
 def _holds_all(placement: Placement) -> bool:
-    return placement.is_whole and placement.flat is None
+    return placement.is_full and placement.flat is None

@@ -110,7 +110,7 @@ def _followed(
 
     from lightning_ptdp.config import PTDPConfig
     from lightning_ptdp.planner import find_precision
-    from lightning_ptdp.strategy.checks.model import whole_model
+    from lightning_ptdp.strategy.checks.model import full_model
     from lightning_ptdp.strategy.planning import described, trained_share
 
     parser = ArgumentParser(exit_on_error=False)
@@ -126,7 +126,7 @@ def _followed(
         parsed = parser.parse_object(arguments)
         with torch.device("meta"):
             module = parser.instantiate_classes(parsed).model
-        full_model = whole_model(module, PTDPConfig())
+        full = full_model(module, PTDPConfig())
     except (ArgumentError, ImportError, RuntimeError, TypeError, ValueError) as error:
         reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
         raise UserError(
@@ -135,14 +135,14 @@ def _followed(
         ) from error
     length = options.sequence_length or _inner(config, "data").get("sequence_length")
     sizes = described(
-        full_model,
+        full,
         PTDPConfig(),
         length=length,
         precision=precision,
         software=options.software,
         device=device,
     )
-    return sizes, trained_share(full_model, find_precision(precision).weight)
+    return sizes, trained_share(full, find_precision(precision).weight)
 
 
 def _model(options: Namespace, config: Config) -> GPTConfig | BertConfig:

@@ -147,7 +147,7 @@ class ContextParallel(Surrounding):
                 support, called no attention that could be replaced although its stage has some, or
                 cannot receive the positions of its tokens.
         """
-        running = self._begin(forward.whole, self._seen.get(forward.stage, set()))
+        running = self._begin(forward.full_batch, self._seen.get(forward.stage, set()))
         running.shares_stream = lambda: forward.shares_stream
         forward.batch = running.batch
         forward.part = running

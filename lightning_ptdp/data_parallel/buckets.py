@@ -286,7 +286,7 @@ class GradientBuckets:
             axes = managed.placement.data_axes
             alone = managed if self.reductions[axes].scatter and managed.placement.tied else None
             shared = self._flat_of.get(managed, alone)
-            key = parameter.dtype, parameter.device, axes, shared, managed.stays_whole
+            key = parameter.dtype, parameter.device, axes, shared, managed.is_undivided
             kinds.setdefault(key, []).append(managed)
         for (_, _, axes, shared, _), members in kinds.items():
             limit = self.bucket_bytes if not isinstance(shared, FlatParameters) else math.inf
@@ -313,7 +313,7 @@ class GradientBuckets:
         reduction = self.reductions[managed[0].placement.data_axes]
         flat = self._flat_of.get(managed[0])
         offsets, size = (
-            lay_out(parameters, reduction, whole=managed[0].stays_whole)
+            lay_out(parameters, reduction, undivided=managed[0].is_undivided)
             if flat is None
             else ([flat.offset_of[member] for member in managed], flat.size)
         )

@@ -127,7 +127,7 @@ def check_elementwise(
     if type(optimizer) in _ELEMENTWISE and not has_step_hooks(optimizer):
         return []
     tried: dict[str, bool] = {}
-    whole: set[int] = set()
+    undivided: set[int] = set()
     for position, (group, trial) in enumerate(zip(optimizer.param_groups, trials, strict=True)):
         options = {
             key: bool(value) if isinstance(value, float | Tensor) else value
@@ -146,10 +146,10 @@ def check_elementwise(
         for cut in sorted(trial.cuts, key=repr):
             key = f"{kind}{cut}"
             if key not in tried:
-                tried[key] = steps.must_stay_whole(cut)
+                tried[key] = steps.needs_full_tensor(cut)
             if tried[key]:
-                whole.add(position)
-    return sorted(whole)
+                undivided.add(position)
+    return sorted(undivided)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +168,7 @@ class _TrialSteps:
     state: Mapping[str, Any]
     device: torch.device
 
-    def must_stay_whole(self, cut: Cut) -> bool:
+    def needs_full_tensor(self, cut: Cut) -> bool:
         """Return True if the optimizer works with whole parameters only."""
         try:
             is_tested = self._compare(cut)

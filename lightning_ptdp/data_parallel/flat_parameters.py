@@ -244,14 +244,14 @@ def aligned(size: int) -> int:
 
 
 def lay_out(
-    parameters: Sequence[Tensor], reduction: Reduction, *, whole: bool = False
+    parameters: Sequence[Tensor], reduction: Reduction, *, undivided: bool = False
 ) -> tuple[list[int], int]:
     """Return the offsets of parameters in a flat tensor, and its size.
 
-    With ``whole`` no rank's part cuts a parameter: the largest ones are placed first, each in the
+    With ``undivided`` no rank's part cuts a parameter: the largest ones are placed first, each in the
     part that has least.
     """
-    if whole:
+    if undivided:
         parts = [0] * reduction.parts
         offset_of = dict[int, tuple[int, int]]()
         for index in sorted(range(len(parameters)), key=lambda one: -parameters[one].numel()):
@@ -286,7 +286,7 @@ def parts_of(
         if start < end:
             part = (
                 replace(managed.placement, first_in_block=first)
-                if managed.stays_whole
+                if managed.is_undivided
                 else managed.placement.flattened(start - offset, end - offset, first=first)
             )
             yield managed, part, slice(start, end)

@@ -109,8 +109,8 @@ class Gradients:
         )
         masters = needs_masters(self._config, self._parameters)
         tensor = self._mesh.group("tensor")
-        whole = any(is_cut_for_step(managed, tensor) for managed in self._store.parameters)
-        if masters or whole or self._store.scatters:
+        cuts = any(is_cut_for_step(managed, tensor) for managed in self._store.parameters)
+        if masters or cuts or self._store.scatters:
             self.stepped = OptimizerParameters(self._store, config=self._config, tensor=tensor)
             self.stepped.adopt(self._optimizer, defers=self._defers)
             self.stepped.attach(self._module)

@@ -328,7 +328,7 @@ class OptimizerParameters:
 def is_cut_for_step(managed: ManagedParameter, tensor: Group | None) -> bool:
     """Return True if the optimizer needs all of a parameter that tensor parallelism has cut."""
     return (
-        managed.stays_whole
+        managed.is_undivided
         and tensor is not None
         and tensor.size > 1
         and "tensor" in managed.placement.sharded

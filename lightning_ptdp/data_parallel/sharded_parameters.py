@@ -122,9 +122,9 @@ class ShardedParameters(Surrounding):
             for flat in unit.flats
         ]
 
-    def keep_whole(self) -> None:
+    def keep_undivided(self) -> None:
         """Give each parameter that the optimizer needs unsharded to one rank; collective."""
-        self._lay_out_again(lambda managed: managed.stays_whole)
+        self._lay_out_again(lambda managed: managed.is_undivided)
 
     def gather_rounded(self, weights: Mapping[nn.Parameter, RoundedWeight]) -> None:
         """Gather these weights in float8, because products in float8 read them; collective.

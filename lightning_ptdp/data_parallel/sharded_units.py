@@ -234,11 +234,11 @@ def lay_out_unit(
         placement = managed.placement
         alone = managed if placement.tied else None
         key = elements_of(parameter).dtype, placement.data_axes, parameter.requires_grad, alone
-        kinds.setdefault((*key, parameter in rounded, managed.stays_whole), []).append(managed)
-    for (_, axes, *_, whole), members in kinds.items():
+        kinds.setdefault((*key, parameter in rounded, managed.is_undivided), []).append(managed)
+    for (_, axes, *_, undivided), members in kinds.items():
         parameters = [managed.parameter for managed in members]
         reduction = reductions[axes]
-        yield make(members, *lay_out(parameters, reduction, whole=whole), reduction)
+        yield make(members, *lay_out(parameters, reduction, undivided=undivided), reduction)
 
 
 def _is_plain(parameter: nn.Parameter) -> bool:

@@ -262,7 +262,7 @@ class GradientView(PartialValues):
         owner = self._stepped.get(call.first, call.first)
         result = function(owner, *call.args[1:])
         managed = self._owned.get(owner) if function == _GETS and result is not None else None
-        if managed is not None and (self._everything or not managed.placement.is_whole):
+        if managed is not None and (self._everything or not managed.placement.is_full):
             self._names[result] = managed.name
         return result
 

@@ -144,7 +144,7 @@ class Engine:
         self._owners = find_owners(self._module)
         self._metrics = BatchMetrics(self._module, self._mesh.group("context"))
         self._unscope = (
-            scope_metrics(self._module, self._mesh, self._metrics.is_whole)
+            scope_metrics(self._module, self._mesh, self._metrics.is_of_samples)
             if self._mesh.layout.divides_model
             else lambda: None
         )
@@ -348,7 +348,10 @@ class Engine:
             inspection = self._inspection.undivided(args[0])
         recorder = LogRecorder(self._module)
         forward = Forward(
-            hook=hook, step=self._step(hook), whole=args[0], seed=self._straight_seed(hook, args)
+            hook=hook,
+            step=self._step(hook),
+            full_batch=args[0],
+            seed=self._straight_seed(hook, args),
         )
         with (
             self._surroundings.around(forward),

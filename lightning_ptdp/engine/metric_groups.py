@@ -2,7 +2,7 @@
 
 Their states are summed over replicas only, and their values are those of the batch. Context ranks
 have the same samples: their states are summed too if a step updates a metric with the tokens of its
-slice, but not if it does so with values of samples, nor if a hook updates it with whole outputs.
+slice, but not if it does so with values of samples, nor if a hook updates it with complete outputs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torchmetrics import Metric
 
 
-_WHOLE = "_is_of_whole_samples"
+_OF_SAMPLES = "_is_of_samples"
 """Attribute of a metric, which pipeline stages share as they share its state."""
 
 
@@ -56,14 +56,14 @@ def _collected(module: nn.Module) -> dict[int, list[Metric]]:
 
 
 def scope_metrics(
-    module: nn.Module, mesh: ProcessMesh, is_whole: Callable[[tuple[object, ...]], bool]
+    module: nn.Module, mesh: ProcessMesh, is_of_samples: Callable[[tuple[object, ...]], bool]
 ) -> Callable[[], None]:
     """Make the module's metrics sum over the replicas instead of the world.
 
     Args:
         module: The LightningModule, this rank's part.
         mesh: This rank's groups.
-        is_whole: Returns True if all ranks of a replica update a metric with the same values.
+        is_of_samples: Returns True if all ranks of a replica update a metric with the same values.
 
     A metric gets its process group only when it sums, because a group cannot be copied, and
     MetricTracker copies metrics.
@@ -88,9 +88,9 @@ def scope_metrics(
             groups={True: mesh.group("replicas"), False: group},
             available=available,
             own_update=update,
-            is_whole=is_whole,
+            is_of_samples=is_of_samples,
         )
-        vars(metric)[_WHOLE] = False
+        vars(metric)[_OF_SAMPLES] = False
         metric.distributed_available_fn = scope.is_available
         if mesh.group("context").size > 1:
             vars(metric)["update"] = scope.update
@@ -100,7 +100,7 @@ def scope_metrics(
             metric.process_group = own_group
             metric.distributed_available_fn = available
             vars(metric)["update"] = update
-            vars(metric).pop(_WHOLE, None)
+            vars(metric).pop(_OF_SAMPLES, None)
 
     return undo
 
@@ -122,7 +122,7 @@ class _Scope:
             for values of tokens (False).
         available: The metric's ``distributed_available_fn``.
         own_update: Its ``update``.
-        is_whole: As in ``scope_metrics``.
+        is_of_samples: As in ``scope_metrics``.
     """
 
     metric: Metric
@@ -130,7 +130,7 @@ class _Scope:
     groups: Mapping[bool, Group]
     available: Callable[[], bool]
     own_update: Callable[..., None]
-    is_whole: Callable[[tuple[object, ...]], bool]
+    is_of_samples: Callable[[tuple[object, ...]], bool]
 
     def __deepcopy__(self, memo: object) -> _Scope:
         """Return itself: process groups cannot be copied."""
@@ -142,14 +142,17 @@ class _Scope:
         Raises:
             ContextParallelError: Earlier updates were with values of the other kind.
         """
-        whole = self.is_whole((args, kwargs))
-        if any(peer.update_count for peer in self.peers) and vars(self.metric)[_WHOLE] != whole:
+        of_samples = self.is_of_samples((args, kwargs))
+        if (
+            any(peer.update_count for peer in self.peers)
+            and vars(self.metric)[_OF_SAMPLES] != of_samples
+        ):
             raise ContextParallelError(
                 f"{type(self.metric).__name__} is updated with tokens of a slice and with values "
                 "of whole samples, which context ranks sum differently. Use one metric for each"
             )
         for peer in self.peers:
-            vars(peer)[_WHOLE] = whole
+            vars(peer)[_OF_SAMPLES] = of_samples
         self.own_update(*args, **kwargs)
 
     def is_available(self) -> bool:
@@ -157,13 +160,13 @@ class _Scope:
 
         torchmetrics calls it before each sum.
         """
-        group = self.groups[vars(self.metric)[_WHOLE]]
+        group = self.groups[vars(self.metric)[_OF_SAMPLES]]
         self.metric.process_group = group.handle
         return group.size > 1 and self.available()
 
 
 class BatchMetrics:
-    """Values over the whole batch of the metrics that a step called.
+    """Values over the full batch of the metrics that a step called.
 
     Lightning logs these values with ``on_step=True``. A called metric returns the value of its
     inputs, which are a microbatch or a slice of one. A copy of the metric receives all inputs.
@@ -205,7 +208,7 @@ class BatchMetrics:
             for handle in handles:
                 handle.remove()
 
-    def is_whole(self, values: object) -> bool:
+    def is_of_samples(self, values: object) -> bool:
         """Return True if a metric gets values of whole samples.
 
         This is the case outside of steps, and for tensors with one row per sample. All other values
@@ -219,7 +222,7 @@ class BatchMetrics:
         return all(t.size(0) == part.samples and not has_tokens(t, tokens) for t in tensors)
 
     def settle(self) -> None:
-        """Set the values of the called metrics to those of the whole batch.
+        """Set the values of the called metrics to those of the full batch.
 
         Call it after all microbatches have run. It is collective over the context group.
         """
@@ -238,14 +241,14 @@ class BatchMetrics:
         self._busy = True
         try:
             if key not in self._copies:
-                whole = self.is_whole((args, kwargs))
-                self._copies[key] = self._empty_copy(metric, whole=whole)
+                of_samples = self.is_of_samples((args, kwargs))
+                self._copies[key] = self._empty_copy(metric, of_samples=of_samples)
             self._called[key] = None
             self._copies[key].update(*args, **kwargs)
         finally:
             self._busy = False
 
-    def _empty_copy(self, metric: Metric, *, whole: bool) -> Metric:
+    def _empty_copy(self, metric: Metric, *, of_samples: bool) -> Metric:
         # Process groups and values with a graph cannot be copied; states need not be.
         memo: dict[int, object] = {}
         for inner in _metrics(metric):
@@ -261,7 +264,7 @@ class BatchMetrics:
             if metric.dist_sync_on_step:
                 inner.process_group = original.process_group
                 inner.distributed_available_fn = original.distributed_available_fn
-            elif self._context.size > 1 and not whole:
+            elif self._context.size > 1 and not of_samples:
                 inner.process_group = self._context.handle
                 inner.distributed_available_fn = _always
             else:

@@ -198,7 +198,7 @@ class LightningJob(StepJob):
             step=self.step,
             stage=stage,
             microbatch=microbatch,
-            whole=self.microbatches[microbatch],
+            full_batch=self.microbatches[microbatch],
             seed=derive_seed(*self.seed, self.replica * self.count + microbatch),
         )
 

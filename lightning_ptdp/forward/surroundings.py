@@ -66,12 +66,12 @@ class Forward:
         step: Number of the training step.
         stage: The pipeline stage.
         microbatch: Its number in the batch.
-        whole: The microbatch, the same on all ranks of a replica.
+        full_batch: The microbatch, the same on all ranks of a replica.
         seed: Seed of the step's random numbers; None: it draws from the process's generators.
         splits_backward: Its backward comes in two halves, and the second may compute gradients that
             the first has deferred.
         shares_stream: True while all ranks of the replica draw from the same stream.
-        batch: Argument of the user's step; a surrounding may replace ``whole`` by this rank's part.
+        batch: Argument of the user's step; a surrounding may replace ``full_batch`` by this rank's part.
         part: The part, set by the surrounding that did so.
         deferred: Store of a surrounding for gradients that the backward leaves for later.
     """
@@ -80,7 +80,7 @@ class Forward:
     step: int = 0
     stage: int = 0
     microbatch: int = 0
-    whole: Any = None
+    full_batch: Any = None
     seed: int | None = None
     splits_backward: bool = False
     shares_stream: bool = field(default=False, init=False)
@@ -89,7 +89,7 @@ class Forward:
     deferred: WeightGradients | None = None
 
     def __post_init__(self) -> None:
-        self.batch = self.whole
+        self.batch = self.full_batch
 
     @property
     def kind(self) -> tuple[str, int]:

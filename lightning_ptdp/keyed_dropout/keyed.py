@@ -125,7 +125,7 @@ class KeyedDropout(Surrounding):
         """
         if not forward.training:
             return contextlib.nullcontext()
-        batch = forward.whole
+        batch = forward.full_batch
         try:
             length = sequence_length(batch, self.sequence_dims)
         except ValueError:

@@ -30,7 +30,7 @@ class ManagedParameter:
         stages: Local pipeline stages that use it.
         held: Values that this rank keeps between the steps: the parameter's, or a flat part.
         held_placement: Place of ``held`` in the full tensor.
-        stays_whole: The optimizer must step on all of the local tensor, not on a range of it.
+        is_undivided: The optimizer must step on all of the local tensor, not on a range of it.
         stepped: Tensor on which the optimizer steps: the parameter, its main copy (in float32, or
             on the host), or a flat part of either; None if other ranks step on all of it.
         stepped_placement: Place of ``stepped`` in the full tensor.
@@ -44,7 +44,7 @@ class ManagedParameter:
     name: str = ""
     order: int = 0
     stages: tuple[int, ...] = (0,)
-    stays_whole: bool = False
+    is_undivided: bool = False
     held: Tensor | None = field(init=False)
     held_placement: Placement = field(init=False)
     stepped: nn.Parameter | None = field(init=False)
@@ -275,10 +275,10 @@ def layout_notes(
             "stage keeps a copy"
         )
     if size > 1:
-        yield from _whole_note(placements, size)
+        yield from _size_note(placements, size)
 
 
-def _whole_note(placements: dict[str, Placement], size: int) -> Iterator[str]:
+def _size_note(placements: dict[str, Placement], size: int) -> Iterator[str]:
     """Yield a note if tensor parallelism leaves many of the layers' parameters unsplit.
 
     An adapter around a projection, for example, leaves its attention unsplit.

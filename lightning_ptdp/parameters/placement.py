@@ -137,7 +137,7 @@ class Placement:
         return self.local_shape if self.flat is None else (self.flat[1] - self.flat[0],)
 
     @property
-    def is_whole(self) -> bool:
+    def is_full(self) -> bool:
         """Return True if the local tensor is the full one."""
         return self.local_shape == self.full_shape
 
@@ -259,10 +259,10 @@ def range_rectangles(shape: Shape, start: int, stop: int) -> Iterator[Rectangle]
     zeros = (0,) * (len(shape) - 1)
     while start < stop:
         index, offset = divmod(start, row_size)
-        whole_rows = 0 if offset else (stop - start) // row_size
-        if whole_rows:
-            yield Rectangle.at((index, *zeros), (whole_rows, *shape[1:]))
+        full_rows = 0 if offset else (stop - start) // row_size
+        if full_rows:
+            yield Rectangle.at((index, *zeros), (full_rows, *shape[1:]))
         else:
             for part in range_rectangles(shape[1:], offset, min(stop - index * row_size, row_size)):
                 yield Rectangle((index, *part.begin), (index + 1, *part.end))
-        start = min(stop, (index + max(whole_rows, 1)) * row_size)
+        start = min(stop, (index + max(full_rows, 1)) * row_size)

@@ -138,7 +138,7 @@ class UncutView:
             if twin.shape != by_name[name].shape
         }
         try:
-            with _WholeShapes(views):
+            with _FullShapes(views):
                 yield {parameter: name for name, parameter in absent.items()}
         finally:
             for modules, key, module, _ in swapped:
@@ -224,7 +224,7 @@ _SHAPES: frozenset[Callable[..., object]] = frozenset(
 )
 
 
-class _WholeShapes(PartialValues):
+class _FullShapes(PartialValues):
     """Mode that answers questions about shapes from the uncut model.
 
     Args:

@@ -249,7 +249,7 @@ class Rehearsal:
                 failure = _run_stages(self._cut(copy), call, watches=True)
             if failure is None:
                 return
-            if self._runs_whole(example):
+            if self._runs_uncut(example):
                 raise self._refusal(*failure) from failure[1]
 
     def on_step(self, step: Callable[[], object]) -> ValueError | None:
@@ -262,7 +262,7 @@ class Rehearsal:
         failure = _run_stages(self._cut(self.model), step)
         return None if failure is None else self._refusal(*failure)
 
-    def _runs_whole(self, example: Example) -> bool:
+    def _runs_uncut(self, example: Example) -> bool:
         """Return True if the uncut module takes this input and calls each block once."""
         calls = example.calls() or []
         return all(calls.count(layer) == 1 for layer in self._layers)

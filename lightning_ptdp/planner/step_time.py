@@ -112,7 +112,7 @@ def step_time(job: Job, choice: Choice) -> StepTime:
     length = m * (slowest.forward + slowest.backward) + bubble
     busy = m * sum(stage.forward + stage.backward for stage in stages) * _busy(job, choice, slowest)
     sharing = max(0.0, busy / job.shared_cores - length) if job.shared_cores else 0.0
-    return _whole_step(job, choice, slowest, bubble=bubble, messages=messages, sharing=sharing)
+    return _full_step(job, choice, slowest, bubble=bubble, messages=messages, sharing=sharing)
 
 
 def simulated_step_time(job: Job, choice: Choice) -> StepTime:
@@ -148,7 +148,7 @@ def simulated_step_time(job: Job, choice: Choice) -> StepTime:
     waited = (
         float(timeline(_message(job, choice)).step_time) - ideal_s if _hides_messages(job) else 0.0
     )
-    return _whole_step(
+    return _full_step(
         job,
         choice,
         slowest,
@@ -226,7 +226,7 @@ def _slowest(stages: Sequence[PassTime], layout: ParallelLayout) -> PassTime:
     return max(ranks, key=lambda rank: rank.forward + rank.backward)
 
 
-def _whole_step(
+def _full_step(
     job: Job, choice: Choice, slowest: PassTime, *, bubble: float, messages: float, sharing: float
 ) -> StepTime:
     m = choice.num_microbatches

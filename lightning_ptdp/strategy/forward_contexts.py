@@ -28,7 +28,7 @@ from lightning_ptdp.tensor_parallel import SplitRandomness
 from lightning_ptdp.tensor_parallel.kinds.sharded_experts import ReusedHostReads
 from lightning_ptdp.tensor_parallel.kinds.vocabulary import VocabularyParallelEmbedding
 from lightning_ptdp.tensor_parallel.randomness import PlacedDropout
-from lightning_ptdp.tensor_parallel.region import is_whole
+from lightning_ptdp.tensor_parallel.region import sees_full_sequence
 from lightning_ptdp.tensor_parallel.split_features import SplitFeatures
 
 _HEADS = ("num_heads", "num_attention_heads", "n_head")
@@ -86,7 +86,7 @@ def make_surroundings(strategy: RunningStrategy) -> Surroundings:
         )
     elif tensor.size > 1 and (parallel.split_blocks is not None or not config.sequence_parallel):
         returns = any(
-            is_whole(m) or (isinstance(m, PlacedDropout) and not m.split)
+            sees_full_sequence(m) or (isinstance(m, PlacedDropout) and not m.split)
             for m in parallel.module.modules()
         )
         entries.append(

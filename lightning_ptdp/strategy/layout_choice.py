@@ -31,7 +31,7 @@ from lightning_ptdp.planner import (
 from lightning_ptdp.shims.lightning import Trainer
 from lightning_ptdp.strategy.checkpoint_hooks import CheckpointHooks
 from lightning_ptdp.strategy.checks.data import check_data, replica_batches
-from lightning_ptdp.strategy.checks.model import check_model, whole_model
+from lightning_ptdp.strategy.checks.model import check_model, full_model
 from lightning_ptdp.strategy.checks.trainer import check_trainer
 from lightning_ptdp.strategy.planning import described_job
 from lightning_ptdp.strategy.precision import replacing
@@ -168,7 +168,7 @@ def chosen_layout(
             f"layout='auto' does not know the device {name}. Run ptdp doctor "
             "--calibrate to measure it"
         )
-    model = whole_model(strategy.lightning_module, options)
+    model = full_model(strategy.lightning_module, options)
 
     def fits(config: PTDPConfig) -> None:
         strategy.config = config
@@ -177,9 +177,7 @@ def chosen_layout(
         except strategy._names.MisconfigurationException as error:
             raise ValueError(str(error)) from error
         convert = replacing(strategy)
-        check_model(
-            strategy.lightning_module, config, strategy.layout, convert=convert, whole=model
-        )
+        check_model(strategy.lightning_module, config, strategy.layout, convert=convert, full=model)
         for source in sources:
             check_data(source, config, strategy.layout)
 

@@ -97,7 +97,7 @@ class ParameterGuard:
         split = set[Tensor]()
         for parameter, managed in parameters.items():
             name = managed.name
-            if not managed.placement.is_whole:
+            if not managed.placement.is_full:
                 split.add(parameter)
                 self._faults[parameter] = f"'{name}', but this rank has only a part of it"
             elif "tensor" in managed.placement.partial:

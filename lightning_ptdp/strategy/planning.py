@@ -32,7 +32,7 @@ from lightning_ptdp.planner.model_trace import (
 )
 from lightning_ptdp.schedule.generators import schedule_name
 from lightning_ptdp.shims.quantization import planned_elements
-from lightning_ptdp.strategy.checks.model import CUT_MARK, plan_of, whole_model
+from lightning_ptdp.strategy.checks.model import CUT_MARK, full_model, plan_of
 from lightning_ptdp.world.layout import ParallelLayout
 
 
@@ -86,7 +86,7 @@ def plan(  # noqa: PLR0913
             "one of them out"
         )
     full_module = (
-        whole_model(cast(Any, module), config or PTDPConfig())
+        full_model(cast(Any, module), config or PTDPConfig())
         if hasattr(module, "configure_model")
         else module
     )

@@ -172,7 +172,7 @@ class SetupHooks(StepHooks):
         parallel = self.parallel
         parameters = self.parallel.parameters
         for managed in parameters.values():
-            managed.stays_whole = False
+            managed.is_undivided = False
         view = (
             contextlib.nullcontext({})
             if parallel.uncut is None
@@ -185,16 +185,18 @@ class SetupHooks(StepHooks):
         with self.waiting_in("comparing the optimizer's parameter groups"):
             trials = settle_groups(self, foreign)
         for optimizer, groups in zip(self.optimizers, trials, strict=True):
-            whole = check_elementwise(optimizer, groups, device=self.root_device)
+            undivided = check_elementwise(optimizer, groups, device=self.root_device)
             for parameter in chain.from_iterable(
-                optimizer.param_groups[position]["params"] for position in whole
+                optimizer.param_groups[position]["params"] for position in undivided
             ):
                 if parameter in parameters:
-                    parameters[parameter].stays_whole = True
+                    parameters[parameter].is_undivided = True
             if trainer.checkpoint_callbacks and not self.writes_file:
-                check_optimizer_state(optimizer, groups, whole=whole, device=self.root_device)
+                check_optimizer_state(
+                    optimizer, groups, undivided=undivided, device=self.root_device
+                )
         if parallel.shards is not None:
-            parallel.shards.keep_whole()
+            parallel.shards.keep_undivided()
 
     def _uncut_view(
         self, view: UncutView

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from lightning_ptdp.base.random import States, derive_seed, reseed, set_states
 from lightning_ptdp.forward.surroundings import Context, Contexts, Forward, Surrounding
 from lightning_ptdp.shims.torch import untraced
-from lightning_ptdp.tensor_parallel.region import is_whole
+from lightning_ptdp.tensor_parallel.region import sees_full_sequence
 
 
 class Randomness(Protocol):
@@ -182,7 +182,9 @@ def give_randomness(
     """
     undo = contextlib.ExitStack()
     # Split layers in a whole module begin and end regions, as without sequence parallelism.
-    joined = {layer for whole in module.modules() if is_whole(whole) for layer in whole.modules()}
+    joined = {
+        layer for full in module.modules() if sees_full_sequence(full) for layer in full.modules()
+    }
     for layer in module.modules():
         switches = blocks is None or layer in joined or isinstance(layer, PlacedDropout)
         if "randomness" in vars(layer) and switches:
@@ -193,7 +195,7 @@ def give_randomness(
         leave = partial(_leave, randomness)
         for block in blocks.children():
             _around(block, enter, leave, undo)
-            for child in (module for module in block.modules() if is_whole(module)):
+            for child in (module for module in block.modules() if sees_full_sequence(module)):
                 _around(child, leave, enter, undo)
     return undo.close
 

@@ -33,7 +33,7 @@ from lightning_ptdp.tensor_parallel.collectives import (
 )
 from lightning_ptdp.world.mesh import Group
 
-_WHOLE = "_ptdp_whole_sequence"
+_FULL_SEQUENCE = "_ptdp_full_sequence"
 
 Positional: TypeAlias = tuple[object, ...]
 Keywords: TypeAlias = dict[str, object]
@@ -79,16 +79,16 @@ def split_sequence_in_blocks(
 
 def join_around(module: nn.Module, *, group: Group) -> None:
     """Join the sequence before ``module`` and split its output."""
-    module.__dict__[_WHOLE] = True
+    module.__dict__[_FULL_SEQUENCE] = True
     module.register_forward_pre_hook(
         partial(_change_input, partial(join_sequence, group=group)), with_kwargs=True
     )
     module.register_forward_hook(partial(_change_output, partial(split_sequence, group=group)))
 
 
-def is_whole(module: nn.Module) -> bool:
+def sees_full_sequence(module: nn.Module) -> bool:
     """Return True if the sequence is joined before ``module`` and split after it."""
-    return _WHOLE in vars(module)
+    return _FULL_SEQUENCE in vars(module)
 
 
 # Module-level functions, not closures: a model must stay picklable.

@@ -218,8 +218,8 @@ class _Features(PartialValues):
         rest, excess = divmod(x.numel(), known)
         full = [rest if size == -1 else size for size in sizes]
         keeps = math.prod(x.shape[:-1]) in accumulate(full[:-1], mul)
-        whole = math.prod(full[-2:]) == self._ranks * x.shape[-1]
-        if excess or (-1 not in sizes and rest != 1) or (whole and not keeps):
+        is_full = math.prod(full[-2:]) == self._ranks * x.shape[-1]
+        if excess or (-1 not in sizes and rest != 1) or (is_full and not keeps):
             raise self._wrong_sizes(layer, name, f"with the sizes {tuple(sizes)}")
         if not keeps or sizes[-2] == -1 or len(sizes) <= x.dim():
             return

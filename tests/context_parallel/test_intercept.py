@@ -50,7 +50,7 @@ def spread(rank, make, step, batch, **options):
     valid = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
     upstream = torch.randn(expected.shape, dtype=expected.dtype) * valid[..., None]
     expected.backward(upstream)
-    running = Forward(hook="training_step", whole=batch)
+    running = Forward(hook="training_step", full_batch=batch)
     with surroundings.around(running):
         got = step(model, running.batch)
     assert isinstance(running.part, ContextForward)

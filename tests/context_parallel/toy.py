@@ -128,7 +128,7 @@ def sliced(
     if parallel._module is not model:
         parallel.attach(model)
     parallel.attending = (0,) if expects_attention else ()
-    forward = Forward(hook="training_step", whole=batch)
+    forward = Forward(hook="training_step", full_batch=batch)
     with parallel.around(forward):
         assert isinstance(forward.part, ContextForward)
         yield forward.part

@@ -65,7 +65,7 @@ def test_dropout_inside_torch_attention_is_refused(dropout):
     keyed = KeyedDropout(tensor=Group(), context=Group(), sequence_parallel=False, seed=0)
     x = torch.randn(2, 4, 8)
     attention = nn.MultiheadAttention(8, 2, dropout=dropout, batch_first=True)
-    with keyed.around(Forward(hook="training_step", whole={"x": x})):
+    with keyed.around(Forward(hook="training_step", full_batch={"x": x})):
         if dropout:
             with pytest.raises(KeyedDropoutError, match=r"nn\.MultiheadAttention"):
                 attention(x, x, x, need_weights=False)
@@ -80,7 +80,7 @@ def test_dropout_inside_torch_attention_is_refused(dropout):
 def test_other_random_modules_are_refused_only_if_they_draw(module):
     keyed = KeyedDropout(tensor=Group(), context=Group(), sequence_parallel=False, seed=0)
     x = torch.rand(2, 4, 8, 8)
-    with keyed.around(Forward(hook="training_step", whole={"x": x})):
+    with keyed.around(Forward(hook="training_step", full_batch={"x": x})):
         with pytest.raises(KeyedDropoutError, match="keyed_dropout=False"):
             module.train()(x)
         assert torch.equal(module.eval()(x), x)
@@ -91,7 +91,7 @@ def test_other_random_modules_are_refused_only_if_they_draw(module):
 def test_checkpoint_of_model_is_refused_only_around_dropout(reentrant):
     keyed = KeyedDropout(tensor=Group(), context=Group(), sequence_parallel=False, seed=0)
     x = torch.rand(2, 4, requires_grad=True)
-    with keyed.around(Forward(hook="training_step", whole={"x": x})):
+    with keyed.around(Forward(hook="training_step", full_batch={"x": x})):
         checkpoint(F.gelu, x, use_reentrant=reentrant).sum().backward()
         with pytest.raises(KeyedDropoutError, match="recompute='full'"):
             checkpoint(F.dropout, x, use_reentrant=reentrant)
@@ -103,7 +103,7 @@ def test_own_recomputation_drops_same_elements():
     keyed = KeyedDropout(tensor=Group(), context=Group(), sequence_parallel=False, seed=0)
     surroundings = Surroundings([keyed])
     x = torch.ones(4, 100, requires_grad=True)
-    with surroundings.around(Forward(hook="training_step", whole={"x": x})):
+    with surroundings.around(Forward(hook="training_step", full_batch={"x": x})):
         y = checkpoint(F.dropout, x, use_reentrant=False, context_fn=surroundings.recomputation)
     y.sum().backward()
     assert torch.equal(x.grad, y)
@@ -121,7 +121,7 @@ def test_sequence_is_found_by_sequence_dims():
             seed=0,
             sequence_dims={"ids": 1, "features": None},
         )
-        with keyed.around(Forward(hook="training_step", whole=batch)):
+        with keyed.around(Forward(hook="training_step", full_batch=batch)):
             dropped.append(F.dropout(torch.ones(2, 8 // context.size, 5)))
     full, first, second = dropped
     assert torch.equal(torch.cat((first[:, :2], second, first[:, 2:]), 1), full)
@@ -131,4 +131,4 @@ def test_batch_without_common_dimension_is_refused():
     keyed = KeyedDropout(tensor=Group(), context=Group(), sequence_parallel=False, seed=0)
     graphs = {"x": torch.randn(5, 2), "edges": torch.zeros(2, 7)}
     with pytest.raises(KeyedDropoutError, match="keyed_dropout=False"):
-        keyed.around(Forward(hook="training_step", whole=graphs))
+        keyed.around(Forward(hook="training_step", full_batch=graphs))

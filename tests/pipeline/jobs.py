@@ -20,7 +20,7 @@ class SumJob:
     def begin(self, stage: int, microbatch: int) -> Forward:
         hook = "training_step" if self.training else "validation_step"
         return Forward(
-            hook=hook, stage=stage, microbatch=microbatch, whole=self.batches[microbatch]
+            hook=hook, stage=stage, microbatch=microbatch, full_batch=self.batches[microbatch]
         )
 
     def forward(self, forward: Forward) -> Tensor:

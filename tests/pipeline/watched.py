@@ -171,7 +171,9 @@ class WatchedJob:
 
     def begin(self, stage: int, microbatch: int) -> Forward:
         hook = "training_step" if self.training else "validation_step"
-        return Forward(hook=hook, stage=stage, microbatch=microbatch, whole=self._batch[microbatch])
+        return Forward(
+            hook=hook, stage=stage, microbatch=microbatch, full_batch=self._batch[microbatch]
+        )
 
     def forward(self, forward: Forward) -> Tensor:
         self._look()
@@ -181,7 +183,7 @@ class WatchedJob:
 
     def finish(self, forward: Forward, output: Tensor) -> Tensor | None:
         self.outcome.losses[forward.microbatch] = output.item()
-        return output * forward.whole.share if self.training else None
+        return output * forward.full_batch.share if self.training else None
 
     def before_gradients(self, stage: int, awaited: Sequence[Tensor] | None, *, last: bool) -> None:
         self._look()

@@ -70,7 +70,7 @@ def declared_plan(module: Any, prefix: str = "") -> ParallelPlan:
     tensor |= dict.fromkeys(spread_ends(module), Vocabulary())
     blocks, before, after = _order(module, modules)
     if blocks is not None:
-        tensor |= dict.fromkeys(_parts_kept_whole(modules[blocks], blocks, tensor), Whole())
+        tensor |= dict.fromkeys(_replicated_parts(modules[blocks], blocks, tensor), Whole())
     return ParallelPlan(
         blocks=joined(prefix, blocks) if blocks is not None else None,
         tensor={joined(prefix, pattern): kind for pattern, kind in tensor.items()},
@@ -165,7 +165,7 @@ def _add_regions(modules: Modules, tensor: dict[str, Kind]) -> None:
             tensor[parent] = Region()
 
 
-def _parts_kept_whole(
+def _replicated_parts(
     container: nn.Module, blocks: str, tensor: Mapping[str, Kind]
 ) -> dict[str, None]:
     """Return patterns of the parts of blocks that are not completely sharded, except norms.

@@ -15,7 +15,7 @@ from lightning_ptdp.attention import check_sequence
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.models.lit_huggingface import LitHuggingFace
 from lightning_ptdp.shims.lightning import LightningModule
-from lightning_ptdp.strategy.checks.model import whole_model
+from lightning_ptdp.strategy.checks.model import full_model
 from lightning_ptdp.world.axes import nearest_multiples
 from lightning_ptdp.world.layout import ParallelLayout
 
@@ -120,7 +120,7 @@ def check_packing(module: LightningModule, data: object, config: PTDPConfig) -> 
     """
     if getattr(data, "packing", None) is not True:
         return
-    reason = why_not_packed(module, whole_model(module, config))
+    reason = why_not_packed(module, full_model(module, config))
     if reason is not None:
         raise ValueError(
             f"packing=True, but {reason}, so packed samples would attend to each other. Use "

@@ -51,7 +51,7 @@ def check_model(
     layout: ParallelLayout,
     *,
     convert: Callable[[nn.Module], nn.Module] | None = None,
-    whole: nn.Module | None = None,
+    full: nn.Module | None = None,
 ) -> KnownParts | None:
     """Check the sizes of the model against the layout.
 
@@ -62,7 +62,7 @@ def check_model(
         config: The strategy's options.
         layout: The degrees of parallelism.
         convert: The precision plugin's ``convert_module`` if it replaces modules or parameters.
-        whole: Result of ``whole_model`` for the module, if available.
+        full: Result of ``full_model`` for the module, if available.
 
     Returns:
         Places of the modules, if a pipeline cuts the model.
@@ -83,58 +83,58 @@ def check_model(
             f"{vars(module)[CUT_MARK]!r}. Create a new module (and load the checkpoint) to run "
             "it under another Trainer"
         )
-    whole = whole_model(module, config) if whole is None else whole
-    check_skipped_layers(whole, config, layout)
+    full = full_model(module, config) if full is None else full
+    check_skipped_layers(full, config, layout)
     if not layout.divides_model and blocks_stay:
         return None
-    check_libraries(whole)
-    check_quantized(whole, config, layout)
-    hooked = [*hooks_by_name(module), *hooks_by_name(whole)]
+    check_libraries(full)
+    check_quantized(full, config, layout)
+    hooked = [*hooks_by_name(module), *hooks_by_name(full)]
     if convert is not None:
-        late = config.meta_init and whole is not module
-        whole = converted_copy(whole, convert, config, late=late)
-    check_compiled(whole, layout)
+        late = config.meta_init and full is not module
+        full = converted_copy(full, convert, config, late=late)
+    check_compiled(full, layout)
     if config.meta_init:
         tensors = (*module.named_parameters(), *module.named_buffers())
-        check_late(whole, built={name for name, tensor in tensors if not tensor.is_meta})
-    plan = plan_of(whole, config)
-    check = getattr(whole, "check_parallel", None)
+        check_late(full, built={name for name, tensor in tensors if not tensor.is_meta})
+    plan = plan_of(full, config)
+    check = getattr(full, "check_parallel", None)
     if check is not None:
         check(layout)
-    kinds = checked_kinds(whole, plan, layout, converted=convert is not None)
+    kinds = checked_kinds(full, plan, layout, converted=convert is not None)
     ep_axis = next((axis for axis in ("expert", "expert_tensor") if layout.size(axis) > 1), None)
     if ep_axis is not None and not any(kind.axis == "expert" for kind in kinds.values()):
         raise ValueError(
             f"{ep_axis}_parallel_size={layout.size(ep_axis)} distributes the experts of a mixture, but "
-            f"no experts were found in {type(whole).__name__}. Name their modules in a plan, "
+            f"no experts were found in {type(full).__name__}. Name their modules in a plan, "
             'ParallelPlan(tensor={"model.layers.*.mlp.experts": "experts"}), or use '
             f"{ep_axis}_parallel_size=1"
         )
     check_gradient_hooks(hooked, kinds)
     if layout.tensor_parallel_size > 1:
-        check_hooks(whole, kinds, layout)
+        check_hooks(full, kinds, layout)
         if layout.sequence_parallel and not config.keyed_dropout:
-            check_whole_dropout(whole, plan, kinds)
-        check_captured(whole, kinds, sequence_parallel=layout.sequence_parallel)
-    check_surroundings(whole, config)
+            check_whole_dropout(full, plan, kinds)
+        check_captured(full, kinds, sequence_parallel=layout.sequence_parallel)
+    check_surroundings(full, config)
     blocks: Blocks | None = plan.blocks
     ranges: Sequence[tuple[int, int]] = ()
     known_parts: KnownParts | None = None
     if layout.pipeline_parallel_size > 1:
         plan.check_pipeline()
-        known_parts = KnownParts.of(whole, plan)
+        known_parts = KnownParts.of(full, plan)
         blocks = known_parts.parts.blocks
-        rehearsal = rehearsal_of(whole, known_parts, config, layout)
+        rehearsal = rehearsal_of(full, known_parts, config, layout)
         ranges = rehearsal.ranges
         rehearsal.on_examples()
     if config.compile == "blocks" and blocks is None:
-        find_blocks(whole)
+        find_blocks(full)
     if config.fp8 is not None:
         check_fp8(
-            whole, blocks=blocks, kinds=kinds, tensor_parallel_size=layout.tensor_parallel_size
+            full, blocks=blocks, kinds=kinds, tensor_parallel_size=layout.tensor_parallel_size
         )
     check_recomputation(
-        whole,
+        full,
         policy=config.recompute,
         layers=config.recompute_layers,
         blocks=blocks,
@@ -195,12 +195,12 @@ def plan_of(module: LightningModule, config: PTDPConfig) -> ParallelPlan:
     return plan
 
 
-def whole_model(module: nn.Module, config: PTDPConfig) -> nn.Module:
+def full_model(module: nn.Module, config: PTDPConfig) -> nn.Module:
     """Return the uncut module.
 
     If ``configure_model`` builds any part of it, return a copy, built without allocating memory if
     possible."""
-    written_by = getattr(module, "configure_model", whole_model).__module__
+    written_by = getattr(module, "configure_model", full_model).__module__
     if written_by.partition(".")[0] in _LIGHTNING or not isinstance(module, nn.Module):
         return module
     clone: Any = _copy_without_tensors(module)
@@ -241,12 +241,12 @@ def on_meta() -> Iterator[None]:
 
 
 def converted_copy(
-    whole: nn.Module, convert: Callable[[nn.Module], nn.Module], config: PTDPConfig, *, late: bool
+    full: nn.Module, convert: Callable[[nn.Module], nn.Module], config: PTDPConfig, *, late: bool
 ) -> nn.Module:
     """Return a copy of the uncut module after ``convert``.
 
     Args:
-        whole: The uncut module.
+        full: The uncut module.
         convert: The precision plugin's ``convert_module``.
         config: The strategy's options.
         late: Whether ``configure_model`` has built the module on the meta device.
@@ -255,7 +255,7 @@ def converted_copy(
         ValueError: The plugin needs values, which are not there yet.
     """
     try:
-        return convert(_copy_without_tensors(whole))
+        return convert(_copy_without_tensors(full))
     except RuntimeError as error:
         name = getattr(convert, "__qualname__", "convert_module")
         if late:
@@ -267,7 +267,7 @@ def converted_copy(
             hint = "the copy that is checked before launch. Use tensor_parallel_size=1"
         else:
             # the ranks have values, and replaced modules matter to tensor parallelism alone
-            return whole
+            return full
         raise ValueError(
             f"the plugin's {name} needs values ({error}), which do not exist yet in {hint}"
         ) from error
@@ -299,7 +299,7 @@ def check_initial_weights(module: LightningModule, config: PTDPConfig) -> None:
         ValueError: They do not; lists the names and shapes that differ.
     """
     if hasattr(module, "initial_weights") and config.meta_init:
-        open_initial_weights(whole_model(module, config))
+        open_initial_weights(full_model(module, config))
 
 
 def open_initial_weights(module: nn.Module) -> HuggingFaceWeights | None:

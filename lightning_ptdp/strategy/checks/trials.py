@@ -211,7 +211,7 @@ def check_optimizer_state(
     optimizer: Optimizer,
     trials: Sequence[GroupTrial],
     *,
-    whole: Container[int],
+    undivided: Container[int],
     device: torch.device,
 ) -> None:
     """Check that an optimizer's states can be stored by name, by a step on a small tensor.
@@ -222,7 +222,7 @@ def check_optimizer_state(
     Args:
         optimizer: The optimizer.
         trials: Facts about its groups.
-        whole: Positions of the groups whose parameters are not cut for its step.
+        undivided: Positions of the groups whose parameters are not cut for its step.
         device: Device of the tensors.
 
     Raises:
@@ -240,7 +240,7 @@ def check_optimizer_state(
         except Exception:
             return  # the optimizer needs more than a parameter and its gradient
         place = Placement.replicated(shape)
-        if trial.cuts and position not in whole:
+        if trial.cuts and position not in undivided:
             place = place.flattened(0, _SIDE)
         try:
             optimizer_tensors(probe, names={weight: "weight"}, placements={"weight": place})

@@ -29,7 +29,7 @@ class ParallelMultiheadAttention(ParallelLayer):
         in_proj_weight: Local rows [q_r | k_r | v_r] of the fused projection (3 e/t, e).
         in_proj_bias: Local bias (3 e/t), or None.
         out_proj: The output projection, split by input features.
-        whole: The module that it replaces.
+        module: The module that it replaces.
         group: The tensor group.
         sequence_parallel: The input is split along the sequence: (b, s/t, e).
     """
@@ -43,16 +43,16 @@ class ParallelMultiheadAttention(ParallelLayer):
         in_proj_bias: nn.Parameter | None,
         out_proj: RowParallelLinear,
         *,
-        whole: nn.MultiheadAttention,
+        module: nn.MultiheadAttention,
         group: Group,
         sequence_parallel: bool = False,
     ) -> None:
         super().__init__(group=group, sequence_parallel=sequence_parallel)
-        self.embed_dim = whole.embed_dim
-        self.num_heads = whole.num_heads
-        self.head_dim = whole.head_dim
-        self.dropout = whole.dropout
-        self.batch_first = whole.batch_first
+        self.embed_dim = module.embed_dim
+        self.num_heads = module.num_heads
+        self.head_dim = module.head_dim
+        self.dropout = module.dropout
+        self.batch_first = module.batch_first
         # nn.TransformerEncoderLayer reads this before it passes all weights to a fused kernel,
         # which would ignore the group.
         self._qkv_same_embed_dim = False
@@ -195,7 +195,7 @@ class AttentionHeads(Kind):
             local["in_proj_weight"],
             local.get("in_proj_bias"),
             out,
-            whole=module,
+            module=module,
             **options,
         )
 
