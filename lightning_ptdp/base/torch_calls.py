@@ -65,8 +65,13 @@ class TorchCall:
         return self.args or ([self.kwargs["input"]] if "input" in self.kwargs else [])
 
     @property
+    def others(self) -> Sequence[Any]:
+        """Return the positional arguments after the first one."""
+        return self.args[1:]
+
+    @property
     def options(self) -> dict[str, Any]:
-        """Return the other arguments."""
+        """Return the keyword arguments other than ``input``."""
         return {name: value for name, value in self.kwargs.items() if name != "input"}
 
     @property
@@ -77,7 +82,7 @@ class TorchCall:
     @property
     def second(self) -> Any:
         """Return the second argument; None if there is none."""
-        return next(iter((*self.args[1:], *self.options.values())), None)
+        return next(iter((*self.others, *self.options.values())), None)
 
     @property
     def changes_first(self) -> bool:

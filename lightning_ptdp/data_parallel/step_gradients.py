@@ -260,7 +260,7 @@ class GradientView(PartialValues):
         if function not in (_GETS, _SETS):
             return super().observe_call(call)
         owner = self._stepped.get(call.first, call.first)
-        result = function(owner, *call.args[1:])
+        result = function(owner, *call.others)
         managed = self._owned.get(owner) if function == _GETS and result is not None else None
         if managed is not None and (self._everything or not managed.placement.is_full):
             self._names[result] = managed.name

@@ -246,7 +246,7 @@ class TokenMixing(CallMode):
             return any(self._is_hidden(part) and dim in (1, -2) for part in x or ())
         if name == "einsum" and isinstance(x, str) and "->" in x:
             inputs, _, output = x.replace(" ", "").partition("->")
-            pairs = zip(inputs.split(","), call.args[1:], strict=False)
+            pairs = zip(inputs.split(","), call.others, strict=False)
             return any(
                 self._is_hidden(operand) and len(letters) == 3 and letters[1] not in output
                 for letters, operand in pairs

@@ -241,7 +241,7 @@ class _FullShapes(PartialValues):
         asks = call.function in _SHAPES and isinstance(call.first, Tensor)
         twin = self._twins.get(call.first) if asks else None
         if twin is not None:
-            return call.function(twin, *call.args[1:], **call.kwargs)
+            return call.function(twin, *call.others, **call.kwargs)
         return super().observe_call(call)
 
     def _follow(self, call: TorchCall, parts: list[Tensor], result: Tensor) -> Tensor:

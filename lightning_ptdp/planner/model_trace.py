@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lightning_ptdp.base.nested import iterate_tensors, map_tensors
 from lightning_ptdp.pipeline.containers import layers_of, multiply_adds
 from lightning_ptdp.pipeline.discover import find_parts
 from lightning_ptdp.planner.operation_recorder import Trace
@@ -263,9 +263,8 @@ def longest_sample(module: nn.Module, example: Example | None = None) -> int | N
 
     The length of the ids in the example takes precedence.
     """
-    leaves = tree_leaves(_example(module, example))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    ids = next((leaf for leaf in tensors if not leaf.is_floating_point()), None)
+    tensors = iterate_tensors(_example(module, example))
+    ids = next((tensor for tensor in tensors if not tensor.is_floating_point()), None)
     if ids is not None and ids.dim() > 1:
         return ids.size(1)
     for child in module.modules():
@@ -302,7 +301,7 @@ def _sized(example: Any, samples: int) -> Any:
     def sized(tensor: Tensor) -> Tensor:
         return torch.zeros((samples, *tensor.shape[1:]), dtype=tensor.dtype)
 
-    return tree_map_only(Tensor, sized, example)
+    return map_tensors(example, sized)
 
 
 def _inputs(model: nn.Module, samples: int, length: int) -> dict[str, Any]:

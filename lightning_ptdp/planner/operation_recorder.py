@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from lightning_ptdp.base.nested import iterate_tensors
 from lightning_ptdp.planner.shapes import AttentionShape, Product
 from lightning_ptdp.planner.software import Software
 from lightning_ptdp.shims.torch import storage_key
@@ -137,8 +137,8 @@ class OperationRecorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = function(*args, **kwargs)
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        inputs = list(iterate_tensors((args, kwargs)))
+        outputs = list(iterate_tensors(result))
         # prevents the reuse of storage keys
         self._alive += [tensor.untyped_storage() for tensor in (*inputs, *outputs)]
         keys = [storage_key(tensor) for tensor in inputs]

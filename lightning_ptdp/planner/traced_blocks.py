@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_ptdp.base.errors import one_line
+from lightning_ptdp.base.nested import iterate_tensors, map_tensors
 from lightning_ptdp.base.torch_calls import Replacing
 from lightning_ptdp.parameters.structure_copies import without_tensors
 from lightning_ptdp.planner.operation_recorder import OperationRecorder, Trace, Weight
@@ -155,7 +155,7 @@ class LayerTracer:
         forward = module.forward
 
         def watched(*args: Any, **kwargs: Any) -> Any:
-            inputs = _tensors((args, kwargs))
+            inputs = list(iterate_tensors((args, kwargs)))
             shapes = tuple((leaf.shape, leaf.dtype) for leaf in inputs)
             parameters = tuple((key, p.shape, p.dtype) for key, p in module.named_parameters())
             key = (type(module), parameters, shapes)
@@ -179,12 +179,12 @@ class LayerTracer:
 def _run_alone(layer: TracedLayer, recorder: OperationRecorder) -> None:
     """Run a layer with its backward."""
     args, kwargs = _like((layer.args, layer.kwargs))
-    inputs = [leaf for leaf in _tensors((args, kwargs)) if leaf.requires_grad]
+    inputs = [leaf for leaf in iterate_tensors((args, kwargs)) if leaf.requires_grad]
     for child in layer.module.modules():
         layer.experts = layer.experts or _experts(child)
     recorder.trace = layer.trace
     with recorder.keeping(layer.trace):
-        results = _tensors(layer.module(*args, **kwargs))
+        results = list(iterate_tensors(layer.module(*args, **kwargs)))
         outputs = [leaf for leaf in results if leaf.requires_grad]
         recorder.write(outputs)
     recorder.trace = None
@@ -199,10 +199,6 @@ def _run_alone(layer: TracedLayer, recorder: OperationRecorder) -> None:
     recorder.is_backward = False
 
 
-def _tensors(values: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
-
-
 def _like(values: Any) -> Any:
     """Return the values with new tensors that have no history."""
 
@@ -211,7 +207,7 @@ def _like(values: Any) -> Any:
             return tensor.detach()
         return torch.empty_like(tensor.detach()).requires_grad_()
 
-    return tree_map_only(Tensor, new, values)
+    return map_tensors(values, new)
 
 
 def _experts(module: nn.Module) -> ExpertShape | None:

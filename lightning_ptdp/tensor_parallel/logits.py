@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, get_args
 
@@ -62,11 +61,10 @@ class VocabularyParallelLogits(torch.Tensor):
     def __torch_function__(
         cls, func: Callable, types: Sequence[type], args: tuple = (), kwargs: Mapping | None = None
     ) -> object:
-        call = TorchCall(func, args, kwargs or {})
-        first = call.first
+        call = _LogitsCall(func, args, kwargs or {})
         handler = _HANDLERS.get(_name_of(call))
-        if handler is not None and isinstance(first, cls):
-            result = handler(_Call(first, func, args[1:], call.options))
+        if handler is not None and isinstance(call.first, cls):
+            result = handler(call)
             if result is not NotImplemented:
                 return result
         _refuse_in_place(call)
@@ -112,21 +110,15 @@ def _name_of(call: TorchCall) -> str:
     return call.name
 
 
-@dataclass(frozen=True)
-class _Call:
-    """A call of a function of torch whose first argument is split logits.
+class _LogitsCall(TorchCall):
+    """A call of a function of torch whose first argument is split logits."""
 
-    Attributes:
-        logits: The first argument.
-        func: The function.
-        args: Other positional arguments.
-        kwargs: Keyword arguments.
-    """
-
-    logits: VocabularyParallelLogits
-    func: Callable
-    args: tuple
-    kwargs: dict
+    @property
+    def logits(self) -> VocabularyParallelLogits:
+        """Return the first argument."""
+        logits = self.first
+        assert isinstance(logits, VocabularyParallelLogits)
+        return logits
 
     @property
     def local(self) -> Tensor:
@@ -146,12 +138,12 @@ class _Call:
 
     def on(self, first: Tensor) -> Any:
         """Call the function with another first argument."""
-        return self.func(first, *self.args, **self.kwargs)
+        return self.function(first, *self.others, **self.options)
 
     def over_vocabulary(self) -> bool | None:
         """Return ``keepdim`` of a reduction over the last dimension only, otherwise None."""
-        names = {"dim": None, "keepdim": False, **self.kwargs}
-        dim, keepdim = (*self.args, *list(names.values())[len(self.args) :])[:2]
+        names = {"dim": None, "keepdim": False, **self.options}
+        dim, keepdim = (*self.others, *list(names.values())[len(self.others) :])[:2]
         dims = self.logits.dim()
         return bool(keepdim) if isinstance(dim, int) and dim % dims == dims - 1 else None
 
@@ -159,25 +151,25 @@ class _Call:
 # Handlers: call -> result, or NotImplemented to gather.
 
 
-def _on_local(call: _Call) -> object:
+def _on_local(call: _LogitsCall) -> object:
     """Call a function whose result is the same for the local part and the full logits."""
     return call.on(call.local)
 
 
-def _wrapped(call: _Call) -> object:
+def _wrapped(call: _LogitsCall) -> object:
     return call.wrap(call.on(call.local))
 
 
-def _arithmetic(call: _Call) -> object:
+def _arithmetic(call: _LogitsCall) -> object:
     """Compute with numbers, or with logits of the same columns (an adapter of the head)."""
-    if call.kwargs or not all(
-        isinstance(arg, int | float) or _has_columns_of(call.logits, arg) for arg in call.args
+    if call.options or not all(
+        isinstance(arg, int | float) or _has_columns_of(call.logits, arg) for arg in call.others
     ):
         return NotImplemented
     operands = (
-        _local(arg) if isinstance(arg, VocabularyParallelLogits) else arg for arg in call.args
+        _local(arg) if isinstance(arg, VocabularyParallelLogits) else arg for arg in call.others
     )
-    return call.wrap(call.func(call.local, *operands))
+    return call.wrap(call.function(call.local, *operands))
 
 
 def _has_columns_of(logits: VocabularyParallelLogits, operand: object) -> bool:
@@ -188,19 +180,19 @@ def _has_columns_of(logits: VocabularyParallelLogits, operand: object) -> bool:
     )
 
 
-def _to(call: _Call) -> object:
-    if any(isinstance(arg, VocabularyParallelLogits) for arg in call.args):
+def _to(call: _LogitsCall) -> object:
+    if any(isinstance(arg, VocabularyParallelLogits) for arg in call.others):
         return NotImplemented
     moved = call.on(call.local)
     return call.wrap(moved) if moved.device == call.local.device else NotImplemented
 
 
-def _on_full(call: _Call) -> object:
+def _on_full(call: _LogitsCall) -> object:
     """Call a function that uses only the shape."""
     return call.on(call.full)
 
 
-def _view(call: _Call) -> object:
+def _view(call: _LogitsCall) -> object:
     """Reshape all dimensions except the last one, which must remain the vocabulary."""
     local = call.local
     full = call.on(call.full)
@@ -208,11 +200,11 @@ def _view(call: _Call) -> object:
     if full.dtype is not local.dtype or not full.dim() or full.size(-1) != size:
         return NotImplemented
     sizes = (*full.shape[:-1], local.size(-1))
-    return call.wrap(local.view(sizes) if call.func.__name__ == "view" else local.reshape(sizes))
+    return call.wrap(local.view(sizes) if call.name == "view" else local.reshape(sizes))
 
 
-def _getitem(call: _Call) -> object:
-    index = call.args[0] if isinstance(call.args[0], tuple) else (call.args[0],)
+def _getitem(call: _LogitsCall) -> object:
+    index = call.others[0] if isinstance(call.others[0], tuple) else (call.others[0],)
     return _wrapped(call) if keeps_vocabulary(index, call.logits.dim()) else NotImplemented
 
 
@@ -243,13 +235,13 @@ def keeps_vocabulary(index: tuple, dims: int) -> bool:
     return ellipses <= 1 and isinstance(last, slice) and last == slice(None)
 
 
-def _cross_entropy(call: _Call) -> object:
+def _cross_entropy(call: _LogitsCall) -> object:
     """Compute the loss from split logits.
 
     Unsupported cases (class weights, class probabilities, (N, C, d)) gather the logits.
     """
     logits = call.logits
-    bound = _LOSS.bind(logits, *call.args, **call.kwargs)
+    bound = _LOSS.bind(logits, *call.others, **call.options)
     bound.apply_defaults()
     args = bound.arguments
     target = args["target"]
@@ -273,7 +265,7 @@ def _cross_entropy(call: _Call) -> object:
     )
 
 
-def _argmax(call: _Call) -> object:
+def _argmax(call: _LogitsCall) -> object:
     """Return the best of all ranks' maxima; among equal logits, the smallest id."""
     keepdim = call.over_vocabulary()
     words = call.logits.vocabulary
@@ -293,7 +285,7 @@ def _argmax(call: _Call) -> object:
     return best.unsqueeze(-1) if keepdim else best
 
 
-def _logsumexp(call: _Call) -> object:
+def _logsumexp(call: _LogitsCall) -> object:
     keepdim = call.over_vocabulary()
     logits = call.logits
     if keepdim is None:
@@ -302,7 +294,7 @@ def _logsumexp(call: _Call) -> object:
     return result.unsqueeze(-1) if keepdim else result
 
 
-def _text(call: _Call) -> str:
+def _text(call: _LogitsCall) -> str:
     """Describe the logits without values: printing on one rank must not communicate."""
     logits = call.logits
     return (
@@ -312,9 +304,9 @@ def _text(call: _Call) -> str:
     )
 
 
-def _refuse_hook(call: _Call) -> object:
+def _refuse_hook(call: _LogitsCall) -> object:
     raise ValueError(
-        f"{call.func.__name__} would see only this rank's part of logits that are split along the "
+        f"{call.name} would see only this rank's part of logits that are split along the "
         "vocabulary. First gather them: logits = lightning_ptdp.tensor_parallel.gather_full(logits)"
     )
 
@@ -322,7 +314,7 @@ def _refuse_hook(call: _Call) -> object:
 def _refuse_in_place(call: TorchCall) -> None:
     changes = call.changes_first or call.name == "__set__"
     if (changes and isinstance(call.first, VocabularyParallelLogits)) or isinstance(
-        call.kwargs.get("out"), VocabularyParallelLogits
+        call.options.get("out"), VocabularyParallelLogits
     ):
         raise ValueError(
             f"{call.name} changes logits in place that are split along the vocabulary. Use the "
@@ -340,7 +332,7 @@ _SHAPE = "shape size numel nelement __len__"
 _KEEP = "bfloat16 clone contiguous detach double float half neg tanh"
 _NUMBER = "__radd__ __rmul__ __rsub__ __truediv__ add div mul multiply sub subtract true_divide"
 
-_HANDLERS: Mapping[str, Callable[[_Call], object]] = MappingProxyType(
+_HANDLERS: Mapping[str, Callable[[_LogitsCall], object]] = MappingProxyType(
     {
         **dict.fromkeys(_LOCAL.split(), _on_local),
         **dict.fromkeys(_KEEP.split(), _wrapped),

@@ -184,14 +184,14 @@ class _Features(PartialValues):
         name = call.name
         x = call.first
         if name == "einsum" and isinstance(x, str):
-            for part in _contracted(x, call.args[1:]):
+            for part in _contracted(x, call.others):
                 if part in self._names:
                     raise self._refusal(self._names[part], name)
         if not isinstance(x, Tensor) or x not in self._names:
             return
         layer = self._names[x]
         if name in ("view", "reshape", "unflatten"):
-            self._check_heads(layer, name, x, call.args[1:])
+            self._check_heads(layer, name, x, call.others)
             return
         is_product = name in _CONTRACTIONS and any(other.dim() > 2 for other in call.tensors()[1:])
         is_output = x.shape == self._divided[layer][0]
