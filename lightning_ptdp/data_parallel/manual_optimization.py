@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -31,22 +32,22 @@ class ManualOptimizationError(PTDPError, RuntimeError):
     """A step of manual optimization does something that replicas cannot follow."""
 
 
+@dataclass(eq=False)
 class ManualGradients:
     """Gradients of one replica under manual optimization.
 
-    Args:
+    Attributes:
         module: The LightningModule.
         group: The replicas.
         device: Device of the tensors in collectives.
     """
 
-    def __init__(self, module: nn.Module, group: Group, device: torch.device) -> None:
-        self._module = module
-        self._group = group
-        self._device = device
-        self._hooks: dict[nn.Parameter, torch.utils.hooks.RemovableHandle] = {}
-        self._follows = False
-        self._unseen = False
+    module: nn.Module
+    group: Group
+    device: torch.device
+    _hooks: dict[nn.Parameter, torch.utils.hooks.RemovableHandle] = field(default_factory=dict)
+    _follows: bool = False
+    _unseen: bool = False
 
     @contextlib.contextmanager
     def backward(self, *, accumulates: bool) -> Iterator[None]:
@@ -59,7 +60,7 @@ class ManualGradients:
             self._follows = False
         if not accumulates:
             self._average(
-                [parameter for parameter in self._module.parameters() if parameter.requires_grad]
+                [parameter for parameter in self.module.parameters() if parameter.requires_grad]
             )
 
     def check(self) -> None:
@@ -82,7 +83,7 @@ class ManualGradients:
         self._hooks = {}
 
     def _watch(self) -> None:
-        for parameter in self._module.parameters():
+        for parameter in self.module.parameters():
             if parameter.requires_grad and parameter not in self._hooks:
                 self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(self._arrived)
 
@@ -91,8 +92,8 @@ class ManualGradients:
 
     def _average(self, parameters: Sequence[nn.Parameter]) -> None:
         lacking = [parameter.grad is None for parameter in parameters]
-        counts = torch.tensor([float(not lacks) for lacks in lacking], device=self._device)
-        dist.all_reduce(counts, group=self._group.handle)
+        counts = torch.tensor([float(not lacks) for lacks in lacking], device=self.device)
+        dist.all_reduce(counts, group=self.group.handle)
         # Read the counts only if needed: a parameter that no replica used keeps None, so that its
         # optimizer skips it.
         used = (
@@ -103,7 +104,7 @@ class ManualGradients:
         for bucket in _buckets(parameters):
             gradients = [_dense(parameter) for parameter in bucket]
             flat, means = flattened(gradients)
-            dist.all_reduce(flat.div_(self._group.size), group=self._group.handle)
+            dist.all_reduce(flat.div_(self.group.size), group=self.group.handle)
             for parameter, gradient, mean in zip(bucket, gradients, means, strict=True):
                 gradient.copy_(mean)
                 if parameter.grad is None and parameter in used:

@@ -128,7 +128,7 @@ class Engine:
         self.gradients = self.optimization.gradients
         self._buffers = ReplicaBuffers(module, mesh.group("replica_sum"))
         self.agreement = RankAgreement(
-            mesh,
+            mesh=mesh,
             sizes=self._sizes,
             device=device,
             joined_by=config.option_that_joins(mesh.layout, training=True),

@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -195,23 +196,22 @@ class NonFiniteError(PTDPError, RuntimeError):
     """A loss or gradient is NaN or infinite."""
 
 
+@dataclass(kw_only=True, eq=False)
 class GradientChecks(StepObserver):
     """Observes the actions of a step and checks its gradients.
 
-    Args:
+    Attributes:
         action: Action for a step that is not finite.
         mesh: This rank's place.
         gradients: This rank's gradients.
     """
 
-    def __init__(
-        self, *, action: FiniteAction | None, mesh: ProcessMesh, gradients: Gradients
-    ) -> None:
-        self._action = action
-        self._mesh = mesh
-        self._gradients = gradients
-        self._notes: list[tuple[int, Tensor]] = []
-        self._mixed = self._warned = False
+    action: FiniteAction | None
+    mesh: ProcessMesh
+    gradients: Gradients
+    _notes: list[tuple[int, Tensor]] = field(default_factory=list)
+    _mixed: bool = False
+    _warned: bool = False
 
     # ---- events ----------------------------------------------------------------------------------
 
@@ -223,14 +223,14 @@ class GradientChecks(StepObserver):
     def finished(self, action: Action) -> None:
         """Note the sum of the gradients, until a reduction adds those of other replicas."""
         if (
-            self._action is None
+            self.action is None
             or self._mixed
             or action.kind not in (ActionKind.BACKWARD, ActionKind.WEIGHT)
         ):
             return
         assert action.microbatch is not None
         with torch.no_grad():
-            sums = [gradient.sum(dtype=torch.float32) for gradient in self._gradients.local()]
+            sums = [gradient.sum(dtype=torch.float32) for gradient in self.gradients.local()]
             if sums:
                 self._notes.append((action.microbatch, torch.stack(sums).sum()))
 
@@ -257,18 +257,18 @@ class GradientChecks(StepObserver):
         if not self._warned:
             self._warned = True
             self._warn_of_unused()
-        if self._action is None or norm is None:
+        if self.action is None or norm is None:
             return
         values = torch.stack([norm(), *(loss.float().squeeze() for loss in losses)])
         failed = (~values.isfinite()).any().to(torch.int32)
-        if self._mesh.layout.world_size > 1:
+        if self.mesh.layout.world_size > 1:
             dist.all_reduce(failed, op=dist.ReduceOp.MAX)
         if not failed:
             return
         message = self._explain(losses)
-        if self._action == "raise":
+        if self.action == "raise":
             raise NonFiniteError(message)
-        if self._mesh.rank == 0:
+        if self.mesh.rank == 0:
             warnings.warn(f"a step was skipped: {message}", stacklevel=2)
         optimizer.zero_grad()
 
@@ -279,12 +279,12 @@ class GradientChecks(StepObserver):
         gradient = min(
             (
                 (order, name)
-                for order, name, value in self._gradients.step.named()
+                for order, name, value in self.gradients.step.named()
                 if not value.isfinite().all()
             ),
             default=None,
         )
-        ranks = self._mesh.world.gather((loss, backward, gradient))
+        ranks = self.mesh.world.gather((loss, backward, gradient))
         names = [record[2] for record in ranks if record[2] is not None]
         subject = (
             f"the gradient of '{min(names)[1]}' (the first such parameter) is"
@@ -309,13 +309,13 @@ class GradientChecks(StepObserver):
         )
 
     def _warn_of_unused(self) -> None:
-        replicas = self._mesh.group("replica_sum")
-        tensor = self._mesh.group("tensor")
-        names = self._gradients.unused()
+        replicas = self.mesh.group("replica_sum")
+        tensor = self.mesh.group("tensor")
+        names = self.gradients.unused()
         if names and replicas.rank == 0 and tensor.rank == 0:
             warnings.warn(
                 f"no loss depends on {listed(names, _SHOWN)} (seen on rank "
-                f"{self._mesh.rank}). They keep their values unless another step or replica uses "
+                f"{self.mesh.rank}). They keep their values unless another step or replica uses "
                 "them. If this is intended, freeze them with requires_grad=False",
                 stacklevel=2,
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
@@ -169,36 +170,28 @@ def _labels(batch: Nested, samples: int) -> tuple[str, Tensor] | None:
 # unevenly labels are ignored.
 
 
+@dataclass(kw_only=True, eq=False)
 class RankAgreement:
     """Comparison of batches, parameters and loaders, and the results that all ranks agree on.
 
-    Args:
+    Attributes:
         mesh: This rank's place.
         sizes: Returns the numbers of samples in a batch's microbatches; raises ValueError for a
             batch that cannot be split.
         device: This rank's device.
         joined_by: Option by which replicas communicate in every microbatch of a training step; ""
             if none does.
-
-    Attributes:
         expected_tokens: Expected number of tokens in a replica's batch, the largest of all
             replicas.
     """
 
-    def __init__(
-        self,
-        mesh: ProcessMesh,
-        *,
-        sizes: Callable[[Nested], Sequence[int]],
-        device: torch.device,
-        joined_by: str,
-    ) -> None:
-        self._joined_by = joined_by
-        self._mesh = mesh
-        self._sizes = sizes
-        self._device = device
-        self._is_uneven = self._warned = False
-        self.expected_tokens = 0
+    mesh: ProcessMesh
+    sizes: Callable[[Nested], Sequence[int]]
+    device: torch.device
+    joined_by: str
+    expected_tokens: int = 0
+    _is_uneven: bool = False
+    _warned: bool = False
 
     def collect(self, batch: Nested, *, training: bool) -> Tensor | None:
         """Return the numbers whose maximum over ranks ``take`` expects.
@@ -206,23 +199,23 @@ class RankAgreement:
         In training the maximum is over the world, in evaluation over a replica. None means that no
         rank needs the numbers of another.
         """
-        layout = self._mesh.layout
+        layout = self.mesh.layout
         parts = list[Tensor]()
         if layout.model_parallel_size > 1:
             replica, replicas = (
-                (layout.replica(self._mesh.rank), layout.num_replicas) if training else (0, 1)
+                (layout.replica(self.mesh.rank), layout.num_replicas) if training else (0, 1)
             )
-            parts.append(batch_sums(batch, replica=replica, replicas=replicas, device=self._device))
+            parts.append(batch_sums(batch, replica=replica, replicas=replicas, device=self.device))
         if training and layout.world_size > 1:
             try:
-                sizes = self._sizes(batch)
+                sizes = self.sizes(batch)
             except ValueError:  # the step itself refuses such a batch
                 sizes = ()
             tokens = expected_tokens(batch, sum(sizes))
             # A batch that the step refuses has no microbatches, and changes neither maximum.
             counts = [tokens, len(sizes), -len(sizes) or _NOTHING]
-            parts.append(torch.tensor(counts).to(self._device, non_blocking=True))
-            parts.append(label_spread(batch, () if self._warned else sizes, device=self._device))
+            parts.append(torch.tensor(counts).to(self.device, non_blocking=True))
+            parts.append(label_spread(batch, () if self._warned else sizes, device=self.device))
         return torch.cat(parts) if parts else None
 
     def take(self, numbers: Sequence[int], *, training: bool) -> None:
@@ -235,10 +228,10 @@ class RankAgreement:
         if training and numbers:
             *numbers, self.expected_tokens, many, few, most, least = numbers
             self.note_spread((most, least))
-            if self._joined_by and many and many != -few:
+            if self.joined_by and many and many != -few:
                 raise BatchMismatchError(
                     f"the replicas' batches have between {-few} and {many} microbatches, but with "
-                    f"{self._joined_by} the replicas communicate in every microbatch. Give every "
+                    f"{self.joined_by} the replicas communicate in every microbatch. Give every "
                     "replica batches of the same size, as DistributedSampler does"
                 )
         for replica, (high, low) in enumerate(zip(numbers[::2], numbers[1::2], strict=True)):
@@ -253,7 +246,7 @@ class RankAgreement:
     def collect_alone(self, batch: Nested, sizes: Sequence[int]) -> Tensor | None:
         """Return the spread of labels for a single process; None after the warning was issued."""
         self.expected_tokens = expected_tokens(batch, sum(sizes))
-        return None if self._warned else label_spread(batch, sizes, device=self._device)
+        return None if self._warned else label_spread(batch, sizes, device=self.device)
 
     def note_spread(self, spread: Sequence[float]) -> None:
         """Record whether labels are unevenly ignored, from values of ``label_spread``.
@@ -265,7 +258,7 @@ class RankAgreement:
 
     def warn_of_uneven(self, batch: Nested, *, counted: bool) -> None:
         """Warn once, on rank 0, of uneven labels in a step that does not count its tokens."""
-        if self._is_uneven and not counted and not self._warned and self._mesh.rank == 0:
+        if self._is_uneven and not counted and not self._warned and self.mesh.rank == 0:
             warnings.warn(describe_uneven(batch, batch_size(batch)), stacklevel=2)
         self._warned |= self._is_uneven
 
@@ -278,9 +271,9 @@ class RankAgreement:
                 rank has a part, and with an initialization from the samples of one replica.
         """
         norms = [_norm(tensor.detach()) for tensor in tensors.values()]
-        low = torch.stack(norms).to(self._device)
+        low = torch.stack(norms).to(self.device)
         high = low.clone()
-        group = self._mesh.group(axis).handle
+        group = self.mesh.group(axis).handle
         dist.all_reduce(low, op=dist.ReduceOp.MIN, group=group)
         dist.all_reduce(high, op=dist.ReduceOp.MAX, group=group)
         differs = (high - low > _COPY_ROUNDING[axis] * high).tolist()
@@ -294,11 +287,11 @@ class RankAgreement:
         The call is collective over the replicas. ``length`` is the number of batches of this rank's
         loader; None if it has no length.
         """
-        group = self._mesh.group("replicas")
+        group = self.mesh.group("replicas")
         if group.size == 1:
             return True
         length = -1 if length is None else length
-        extremes = torch.tensor([length, -length], device=self._device)
+        extremes = torch.tensor([length, -length], device=self.device)
         dist.all_reduce(extremes, op=dist.ReduceOp.MIN, group=group.handle)
         least, greatest = extremes.tolist()
         return bool(length >= 0 and least == -greatest)

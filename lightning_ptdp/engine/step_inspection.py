@@ -48,31 +48,24 @@ _REDUCING = frozenset(_NAMES.split())
 _SHOWN = 3
 
 
+@dataclass(kw_only=True, eq=False)
 class FirstBatchInspection:
     """Inspection of the first batch of a fit that microbatches or replicas divide.
 
     It runs on the ranks that warn.
 
-    Args:
+    Attributes:
         config: The strategy's options.
         mesh: This rank's place and groups.
         module: This rank's part of the LightningModule.
         owners: Modules on which the step may leave state.
     """
 
-    def __init__(
-        self,
-        *,
-        config: PTDPConfig,
-        mesh: ProcessMesh,
-        module: LightningModule,
-        owners: Sequence[Owner],
-    ) -> None:
-        self._config = config
-        self._mesh = mesh
-        self._module = module
-        self._owners = owners
-        self._is_done = False
+    config: PTDPConfig
+    mesh: ProcessMesh
+    module: LightningModule
+    owners: Sequence[Owner]
+    _is_done: bool = False
 
     def begin(self, job: LightningJob, batch: Nested) -> Callable[[], None]:
         """Prepare the inspection of a batch, if it is the first that is divided.
@@ -83,27 +76,25 @@ class FirstBatchInspection:
         Raises:
             ValueError: The batch is a list of samples.
         """
-        recomputes = self._config.recompute in ("full", "selective")
+        recomputes = self.config.recompute in ("full", "selective")
         changes = job.count > 1 or recomputes
-        replicas = self._mesh.group("replica_sum").size
+        replicas = self.mesh.group("replica_sum").size
         if not self.is_first(changes or replicas > 1):
             return lambda: None
         if job.count > 1:
-            _check_samples(
-                batch, getattr(self._module.trainer.train_dataloader, "batch_size", None)
-            )
+            _check_samples(batch, getattr(self.module.trainer.train_dataloader, "batch_size", None))
         if job.count > 1 or replicas > 1:
             job.inspection = self._of(job.sizes)
         if not changes:
             return lambda: None
         # All stages hold the LightningModule's own attributes. The last one warns of them.
-        is_last = self._mesh.group("pipeline").rank == self._mesh.layout.last_stage_rank
+        is_last = self.mesh.group("pipeline").rank == self.mesh.layout.last_stage_rank
         versions = {
             name: (value, value._version)
-            for name, value in _tensors(self._module)
+            for name, value in _tensors(self.module)
             if not value.is_inference() and (is_last or "." in name)
         }
-        state = StepState([owner for owner in self._owners if is_last and not owner.name])
+        state = StepState([owner for owner in self.owners if is_last and not owner.name])
         epochs = self._scheduler_epochs()
 
         def warn_of_writes() -> None:
@@ -129,9 +120,9 @@ class FirstBatchInspection:
         state: StepState,
         ignored: tuple[type[nn.Module], ...],
     ) -> Iterator[str]:
-        current = dict(_tensors(self._module))
+        current = dict(_tensors(self.module))
         for name, (value, version) in versions.items():
-            owner = self._module.get_submodule(name.rpartition(".")[0])
+            owner = self.module.get_submodule(name.rpartition(".")[0])
             if not isinstance(owner, ignored) and (
                 current.get(name) is not value or value._version != version
             ):
@@ -147,18 +138,18 @@ class FirstBatchInspection:
                 yield change.name
 
     def _scheduler_epochs(self) -> list[int]:
-        configs = self._module.trainer.lr_scheduler_configs
+        configs = self.module.trainer.lr_scheduler_configs
         return [getattr(config.scheduler, "last_epoch", 0) for config in configs]
 
     def is_first(self, divided: bool) -> bool:
         """Return True on the ranks that warn, in the first batch that is ``divided``."""
         first = divided and not self._is_done
         self._is_done |= divided
-        return first and not any(self._mesh.group(axis).rank for axis in ("replica_sum", "tensor"))
+        return first and not any(self.mesh.group(axis).rank for axis in ("replica_sum", "tensor"))
 
     def undivided(self, batch: Nested) -> BatchInspection | None:
         """Return the inspection of a step on a replica's full batch, if it is the first one."""
-        if not self.is_first(self._mesh.group("replica_sum").size > 1):
+        if not self.is_first(self.mesh.group("replica_sum").size > 1):
             return None
         samples = 0
         with contextlib.suppress(ValueError):  # batch without a number of samples
@@ -166,9 +157,9 @@ class FirstBatchInspection:
         return self._of((samples,))
 
     def _of(self, sizes: Sequence[int]) -> BatchInspection:
-        divides = len(sizes) > 1 or self._mesh.group("replicas").size > 1
-        watches = divides and sizes[0] > 0 and self._config.compile == "none"
-        return BatchInspection(self._module, sizes, divides, watches)
+        divides = len(sizes) > 1 or self.mesh.group("replicas").size > 1
+        watches = divides and sizes[0] > 0 and self.config.compile == "none"
+        return BatchInspection(self.module, sizes, divides, watches)
 
 
 @dataclass(eq=False)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -44,10 +45,11 @@ class Randomness(Protocol):
         """Draw for a split (or a replicated) activation, regardless of the next module."""
 
 
+@dataclass(kw_only=True, eq=False)
 class SplitRandomness(Surrounding):
     """Switch of torch's generators between the group's stream and the rank's own.
 
-    Args:
+    Attributes:
         rank: Rank in the tensor group.
         device: Device whose generator is switched besides the CPU's.
         blocks: Name of the container of blocks, if the sequence is split only within them; None: no
@@ -55,15 +57,12 @@ class SplitRandomness(Surrounding):
         returns: True if the blocks contain ``Whole`` modules, which return to the shared stream.
     """
 
-    def __init__(
-        self, *, rank: int, device: torch.device, blocks: str | None = None, returns: bool = False
-    ) -> None:
-        self._rank = rank
-        self._device = device
-        self._blocks = blocks
-        self._returns = returns
-        self._shared: States | None = None
-        self._drops = True
+    rank: int
+    device: torch.device
+    blocks: str | None = None
+    returns: bool = False
+    _shared: States | None = None
+    _drops: bool = True
 
     def attach(self, module: nn.Module) -> Callable[[], None]:
         """Install hooks that follow where the module enters and leaves split regions."""
@@ -71,7 +70,7 @@ class SplitRandomness(Surrounding):
         return give_randomness(
             module,
             self,
-            blocks=None if self._blocks is None else module.get_submodule(self._blocks),
+            blocks=None if self.blocks is None else module.get_submodule(self.blocks),
         )
 
     def around(self, forward: Forward) -> Context:
@@ -81,7 +80,7 @@ class SplitRandomness(Surrounding):
     @property
     def recomputes(self) -> bool:
         """Return True if a recomputation may return to the shared stream."""
-        return self._returns
+        return self.returns
 
     def recomputation(self, forward: Forward) -> Contexts | None:
         """Start the recomputation with the same states of both streams."""
@@ -121,7 +120,7 @@ class SplitRandomness(Surrounding):
     def _enter(self) -> None:
         if self._shared is not None:
             return
-        self._shared = reseed(derive_seed(int(torch.randint(2**62, ())), self._rank), self._device)
+        self._shared = reseed(derive_seed(int(torch.randint(2**62, ())), self.rank), self.device)
 
     @untraced
     def _leave(self) -> None:
@@ -129,7 +128,7 @@ class SplitRandomness(Surrounding):
             return
         shared = self._shared
         self._shared = None
-        set_states(shared, self._device)
+        set_states(shared, self.device)
 
 
 class PlacedDropout(nn.Dropout):
