@@ -114,22 +114,19 @@ class DirectCalls(FirstForwards):
     The hooks are looked up in the first forward of each kind, when all are installed.
     """
 
-    _module: nn.Module
-
     def attach(self, module: nn.Module) -> Callable[[], None]:
-        """Store the module, and return a function that gives it its forwards back."""
+        """Return a function that gives the module its forwards back."""
         super().attach(module)
-        self._module = module
         return lambda: restore_forwards(module, HookedForward)
 
-    def first(self) -> Context:
+    def first(self, module: nn.Module) -> Context:
         """Replace the forwards of the modules with hooks."""
-        for module in self._module.modules():
-            if _has_own_hooks(module) and not isinstance(module, torch.jit.ScriptModule):
+        for child in module.modules():
+            if _has_own_hooks(child) and not isinstance(child, torch.jit.ScriptModule):
                 # Hugging Face models read the signature; they are not within compiled blocks.
-                is_model = hasattr(type(module), "main_input_name")
-                replace_forward(module, HookedForward, as_method=not is_model)
-        return super().first()
+                is_model = hasattr(type(child), "main_input_name")
+                replace_forward(child, HookedForward, as_method=not is_model)
+        return super().first(module)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

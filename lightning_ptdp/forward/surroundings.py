@@ -149,6 +149,7 @@ class FirstForwards(Surrounding):
     def attach(self, module: nn.Module) -> Callable[[], None]:
         """Make the next forward of each kind the first one."""
         self._seen.clear()
+        self._module = module
         return super().attach(module)
 
     def around(self, forward: Forward) -> Context:
@@ -156,10 +157,10 @@ class FirstForwards(Surrounding):
         if forward.kind in self._seen:
             return contextlib.nullcontext()
         self._seen.add(forward.kind)
-        return self.first()
+        return self.first(self._module)
 
-    def first(self) -> Context:
-        """Return the context of the first forward of a kind."""
+    def first(self, module: nn.Module) -> Context:
+        """Return the context of the first forward of a kind of ``module``."""
         return contextlib.nullcontext()
 
 

@@ -363,9 +363,9 @@ class SplitTokens(FirstForwards):
                 undo.enter_context(module.get_submodule(name).register_forward_hook(self._note))
             return undo.pop_all().close
 
-    def first(self) -> Context:
+    def first(self, module: nn.Module) -> Context:
         """Watch the forward."""
-        return super().first() if self._mode is None else self._mode
+        return super().first(module) if self._mode is None else self._mode
 
     def _note(self, _module: nn.Module, args: Any, more: Any) -> None:
         assert self._mode is not None

@@ -58,18 +58,11 @@ class SplitFeatures(FirstForwards):
         super().__init__()
         self._numbers = numbers
         self._copies = copies
-        self._module: nn.Module | None = None
 
-    def attach(self, module: nn.Module) -> Callable[[], None]:
-        """Store the module whose layers are watched."""
-        self._module = None if has_compiled_parts(module) else module
-        return super().attach(module)
-
-    def first(self) -> Context:
-        """Watch the forward."""
-        module = self._module
-        if module is None:
-            return super().first()
+    def first(self, module: nn.Module) -> Context:
+        """Watch the forward, unless parts of the module are compiled."""
+        if has_compiled_parts(module):
+            return super().first(module)
         return _watched(module, self._numbers, self._copies)
 
 
