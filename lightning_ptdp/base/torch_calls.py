@@ -60,6 +60,12 @@ class TorchCall:
         return getattr(self.function, "__name__", "")
 
     @property
+    def subject(self) -> str:
+        """Return the name of the function, or of the attribute that it reads."""
+        owner = getattr(self.function, "__self__", None) if self.name == "__get__" else None
+        return self.name if owner is None else owner.__name__
+
+    @property
     def values(self) -> Sequence[Any]:
         """Return the positional arguments, also if the first one is passed as ``input``."""
         return self.args or ([self.kwargs["input"]] if "input" in self.kwargs else [])
@@ -83,6 +89,11 @@ class TorchCall:
     def second(self) -> Any:
         """Return the second argument; None if there is none."""
         return next(iter((*self.others, *self.options.values())), None)
+
+    @property
+    def makes_new(self) -> bool:
+        """Return True if the function reads only the shape or the dtype of a tensor."""
+        return self.name.startswith("new_") or self.name.endswith("_like")
 
     @property
     def changes_first(self) -> bool:

@@ -202,12 +202,7 @@ class TokenMixing(CallMode):
         """
         n = self.tokens
         name = call.name
-        if (
-            name in self._allowed
-            or name in _CHOOSING
-            or name.startswith("new_")
-            or n in self._sizes
-        ):
+        if name in self._allowed or name in _CHOOSING or call.makes_new or n in self._sizes:
             return False
         results = [tensor for tensor in iterate_tensors(result) if tensor.numel() > 1]
         for x in call.values if results else ():

@@ -21,18 +21,6 @@ from lightning_ptdp.pipeline.crossing import StageError, substitute
 from lightning_ptdp.shims.torch import storage_key
 
 _INSTEAD = "_ptdp_instead"
-_LIKE = frozenset(
-    {
-        "zeros_like",
-        "ones_like",
-        "empty_like",
-        "full_like",
-        "rand_like",
-        "randn_like",
-        "randint_like",
-    }
-)
-_NEW = frozenset({"new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"})
 _WRITES = frozenset({"__iadd__", "__isub__", "__imul__", "__itruediv__"})
 _READS = frozenset(
     {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__reduce_ex__"}
@@ -106,11 +94,8 @@ class FirstStageValue(Tensor):
             if not _foreign((args, kwargs)):
                 return function(*args, **kwargs)
         result = super().__torch_function__(function, types, args, kwargs)
-        if (
-            name in _LIKE
-            or name in _NEW
-            or (name in OF_FIRST and not isinstance(args[0], FirstStageValue))
-        ):
+        is_second = name in OF_FIRST and not isinstance(args[0], FirstStageValue)
+        if call.makes_new or is_second:
             return plain(result)
         outputs = _foreign(result)
         writes = name in _WRITES or call.changes_first

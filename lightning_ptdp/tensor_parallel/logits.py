@@ -62,7 +62,7 @@ class VocabularyParallelLogits(torch.Tensor):
         cls, func: Callable, types: Sequence[type], args: tuple = (), kwargs: Mapping | None = None
     ) -> object:
         call = _LogitsCall(func, args, kwargs or {})
-        handler = _HANDLERS.get(_name_of(call))
+        handler = _HANDLERS.get(call.subject)
         if handler is not None and isinstance(call.first, cls):
             result = handler(call)
             if result is not NotImplemented:
@@ -101,13 +101,6 @@ def _full(x: Tensor) -> Tensor:
 def _local(logits: VocabularyParallelLogits) -> Tensor:
     with torch._C.DisableTorchFunctionSubclass():
         return logits.as_subclass(torch.Tensor)
-
-
-def _name_of(call: TorchCall) -> str:
-    """Return ``"shape"`` for the getter of ``Tensor.shape``, else the function's own name."""
-    if call.name == "__get__":
-        return str(getattr(getattr(call.function, "__self__", None), "__name__", call.name))
-    return call.name
 
 
 class _LogitsCall(TorchCall):

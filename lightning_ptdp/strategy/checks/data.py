@@ -128,22 +128,22 @@ def check_packing(module: LightningModule, data: object, config: PTDPConfig) -> 
         )
 
 
-def why_not_packed(module: nn.Module, whole: nn.Module) -> str | None:
+def why_not_packed(module: nn.Module, full: nn.Module) -> str | None:
     """Return the reason why the model would not separate packed samples; None if it does.
 
     Packed samples share a sequence, in which the positions of each sample begin at 0 again.
 
     Args:
         module: The LightningModule.
-        whole: The LightningModule with its model built.
+        full: The LightningModule with its model built.
     """
-    return next(_reasons(type(module), whole), None)
+    return next(_reasons(type(module), full), None)
 
 
-def _reasons(kind: type, whole: nn.Module) -> Iterator[str]:
+def _reasons(kind: type, full: nn.Module) -> Iterator[str]:
     # Recognizes a Hugging Face model without importing the library.
     models: list[Any] = [
-        child for child in whole.modules() if hasattr(type(child), "main_input_name")
+        child for child in full.modules() if hasattr(type(child), "main_input_name")
     ]
     if not models:
         yield (
@@ -161,7 +161,7 @@ def _reasons(kind: type, whole: nn.Module) -> Iterator[str]:
     )
     stateful += [
         type(child).__name__
-        for child in whole.modules()
+        for child in full.modules()
         if isinstance(child, nn.RNNBase | nn.Conv1d)
     ][:1]
     if stateful or getattr(type(models[0]), "_is_stateful", False):
