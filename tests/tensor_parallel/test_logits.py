@@ -96,6 +96,9 @@ GATHERED = {
     ),
     "loop": lambda x, y: torch.stack([row.square().sum() for row in x]).sum(),
     "reflected": lambda x, y: (1.0 - 2.0 / (x.square() + 1.0)).sum(),
+    "where": lambda x, y: torch.where(
+        condition=(y > 3).unsqueeze(-1), input=x, other=torch.zeros((), dtype=x.dtype)
+    ).sum(),
 }
 
 
