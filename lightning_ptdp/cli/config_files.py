@@ -87,11 +87,26 @@ class _Loader(_Base):
     """A loader that reads 1e-4 as a number, as jsonargparse does; PyYAML requires 1.0e-4."""
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?(\d[\d_]*(\.[\d_]*)?|\.\d[\d_]*)[eE][-+]?\d+$"),
-    list("-+0123456789."),
-)
+class _Dumper(yaml.SafeDumper):
+    """A dumper that puts a text such as 1e4 into quotes, because the loader reads it as a number."""
+
+
+for _class in (_Loader, _Dumper):
+    _class.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"[-+]?(\d[\d_]*(\.[\d_]*)?|\.\d[\d_]*)[eE][-+]?\d+$"),
+        list("-+0123456789."),
+    )
+
+
+def dump_yaml(values: object, **style: Any) -> str:
+    """Return values as YAML that ``load_yaml``, jsonargparse and YAML 1.2 read alike.
+
+    Args:
+        values: Mappings, lists and plain values.
+        style: Options of PyYAML.
+    """
+    return str(yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, **style))
 
 
 def load_yaml_file(file: str | Path) -> Any:
@@ -208,7 +223,7 @@ class ResolvedConfig:
     @property
     def text(self) -> str:
         """Return the merged mapping as YAML."""
-        return yaml.safe_dump(dict(self.values), sort_keys=False, allow_unicode=True)
+        return dump_yaml(dict(self.values))
 
     def origin(self, path: KeyPath) -> str | None:
         """Return the recipe's name or the path of the file that sets the value at ``path``.

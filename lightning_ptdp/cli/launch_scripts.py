@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from lightning_ptdp.base.option_types import Count, Size, check_types
 from lightning_ptdp.cli.command_line import options_on
+from lightning_ptdp.cli.config_files import dump_yaml
 
 _SAVE_S = 120
 _PORT = 29500
@@ -178,7 +177,7 @@ def kubernetes_job(job: LaunchJob) -> str:
             "trainer": ({"image": job.image} if job.image else {}) | trainer,
         },
     }
-    return yaml.safe_dump(manifest, sort_keys=False)
+    return dump_yaml(manifest)
 
 
 def skypilot_task(job: LaunchJob) -> str:
@@ -201,7 +200,7 @@ def skypilot_task(job: LaunchJob) -> str:
         '--master-addr="$(head -n 1 <<< "$SKYPILOT_NODE_IPS")"',
         f"--master-port={_PORT}",
     ]
-    return yaml.safe_dump(
+    return dump_yaml(
         {
             "name": _label(job.name),
             "num_nodes": job.nodes,
@@ -210,7 +209,6 @@ def skypilot_task(job: LaunchJob) -> str:
             "envs": {"OMP_NUM_THREADS": str(job.cpus_per_task)},
             "run": _command(["torchrun", *options], job, ["-m", "lightning_ptdp"]) + "\n",
         },
-        sort_keys=False,
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import yaml
-from jsonargparse import ActionConfigFile, Namespace, get_loader, set_loader
+from jsonargparse import ActionConfigFile, Namespace, get_loader, set_dumper, set_loader
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -41,7 +41,7 @@ from lightning_ptdp.callbacks import (
 )
 from lightning_ptdp.cli.command_line import DESCRIPTIONS, add_options, options_of_verb, options_on
 from lightning_ptdp.cli.config_errors import check_values, dotted, readable
-from lightning_ptdp.cli.config_files import checked
+from lightning_ptdp.cli.config_files import checked, dump_yaml
 from lightning_ptdp.cli.failures import UserError
 from lightning_ptdp.cli.serving_verbs import SampleOptions
 from lightning_ptdp.models import (  # noqa: F401
@@ -284,3 +284,4 @@ def parsed_values(arguments: list[str]) -> dict[str, Any]:
 # The loader also reads files that a configuration names, such as --model model.yaml.
 _CHECKED = "checked yaml"
 set_loader(_CHECKED, lambda text: checked(text, get_loader("yaml")), exceptions=(ValueError,))
+set_dumper("yaml", dump_yaml)  # else config.yaml of a run is read back differently

@@ -17,6 +17,7 @@ from lightning_ptdp.cli.command_line import CONFIG, options_on, verb_parser
 from lightning_ptdp.cli.config_files import (
     KeyPath,
     ResolvedConfig,
+    dump_yaml,
     find_config,
     has,
     leaves,
@@ -171,7 +172,7 @@ def _lines(values: Any, path: KeyPath) -> Iterator[tuple[str, KeyPath | None]]:
 
 def _flow(value: object) -> str:
     """Return a value as YAML on one line."""
-    text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**6)
+    text = dump_yaml(value, default_flow_style=True, width=10**6)
     return text.removesuffix("...\n").strip()
 
 

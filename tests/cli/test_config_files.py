@@ -45,6 +45,16 @@ def test_merged_keys_are_not_duplicates():
     assert load_yaml(text)["c"]["m"] == 3
 
 
+def test_quoted_number_remains_text_in_file_with_base(tmp_path):
+    (tmp_path / "base.yaml").write_text("model: {name: '12e4567', rate: 1e-4}")
+    (tmp_path / "mine.yaml").write_text(f"base: {tmp_path}/base.yaml\ndata: {{commit: '1e3'}}")
+    (option,) = resolve_configs(["--config", str(tmp_path / "mine.yaml")])
+    assert load_yaml(option.removeprefix("--config=")) == {
+        "model": {"name": "12e4567", "rate": 1e-4},
+        "data": {"commit": "1e3"},
+    }
+
+
 @pytest.mark.parametrize(
     "text", ["1: 2", "[1]", "base: [x]", f"base: {'x' * 5000}", "\0", "base: \ud800"]
 )
