@@ -253,13 +253,19 @@ def _batch(options: Namespace, config: Config) -> int:
         )
     layout = _inner(trainer, "strategy")
     devices = trainer.get("devices")
-    nodes = trainer.get("num_nodes", 1)
+    if isinstance(devices, list):
+        devices = len(devices)
+    if not isinstance(devices, int) or devices < 1:
+        raise UserError(
+            f"the size of a step is unknown, because trainer.devices={devices} does not give the "
+            "number of replicas. Set --batch, the number of sequences over all replicas"
+        )
     replica = math.prod(
         layout.get(f"{axis.name}_parallel_size", 1)
         for axis in AXES
         if axis.name != "data" and axis.within is None
     )
-    replicas = max(1, devices * nodes // replica) if isinstance(devices, int) else 1
+    replicas = max(1, devices * trainer.get("num_nodes", 1) // replica)
     microbatches = data.get("num_microbatches") or 1
     return int(data["micro_batch_size"] * microbatches * replicas * accumulated)
 

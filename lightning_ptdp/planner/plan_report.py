@@ -87,6 +87,7 @@ def fit_options(job: Job, candidate: Candidate) -> str:
     trainer = {
         "devices": devices,
         "num_nodes": job.world_size // devices,
+        "accumulate_grad_batches": 1,  # the batch contains what the base accumulates
         "precision": job.precision.name,
         "strategy": {
             "class_path": "lightning_ptdp.PTDPStrategy",

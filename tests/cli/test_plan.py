@@ -106,6 +106,7 @@ def test_printed_fit_options_replace_layout_of_base(ptdp, tmp_path):
     values = resolve_config(path).values
     trainer, data = values["trainer"], values["data"]["init_args"]
     assert trainer["devices"] * trainer["num_nodes"] == 4
+    assert trainer["accumulate_grad_batches"] == 1
     strategy = PTDPStrategy(**trainer["strategy"]["init_args"])
     layout = strategy.config.layout(4)
     assert (layout.tensor_parallel_size, layout.pipeline_parallel_size) == (1, 2)
@@ -358,6 +359,18 @@ def test_invalid_option_is_refused(ptdp, arguments, words):
     code, _, err = ptdp("plan", *arguments)
     assert code == 2
     assert words in err
+
+
+def test_batch_follows_from_known_number_of_devices_only(ptdp, tmp_path):
+    path = tmp_path / "mine.yaml"
+    arguments = ("plan", "--config", str(path), "--world", "8", "--device", "cpu", "--top", "1")
+    path.write_text("base: gpt/nano\ntrainer: {devices: [0, 1, 2, 3, 4, 5, 6, 7]}")
+    _, out, _ = ptdp(*arguments)
+    assert "batch 64 x" in out.splitlines()[0]
+    path.write_text("base: gpt/nano\ntrainer: {devices: auto}")
+    code, _, err = ptdp(*arguments)
+    assert code == 2
+    assert "trainer.devices=auto does not give the number of replicas. Set --batch" in err
 
 
 def test_bert_recipe_is_planned(ptdp):
