@@ -353,6 +353,10 @@ def _read(file: Path) -> dict[str, Any]:
     wrong = [key for key in values if not isinstance(key, str)]
     if wrong:
         raise UserError(f"{file}: the key {wrong[0]!r} is not text. Put it in quotes, or remove it")
+    for path in leaves(values):
+        if path[-1:] == ("init_args",) and value_at(values, path) is None:
+            name = ".".join(map(str, path))
+            raise UserError(f"{file}: {name} has no keys. Remove it, or write init_args: {{}}")
     return values
 
 

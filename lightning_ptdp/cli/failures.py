@@ -35,7 +35,7 @@ _FIXABLE = (
     "RequirementError",
 )
 _TRACEBACK_LINE = re.compile(
-    r'^ *File "(?P<file>[^"<]+)", line (?P<number>\d+), in (?P<name>.+)$', re.MULTILINE
+    r'^ *File "(?P<file>[^"<]+\.py)", line (?P<number>\d+), in (?P<name>.+)$', re.MULTILINE
 )
 
 

@@ -18,6 +18,7 @@ from jsonargparse import ActionConfigFile, Namespace, get_loader, set_dumper, se
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 # Imported so that a configuration may name the classes without their module: ``class_path:
 # LitGPT``.
@@ -53,6 +54,8 @@ from lightning_ptdp.models import (  # noqa: F401
     LitMaskedLM,
 )
 from lightning_ptdp.models.pretrained_folder import local_folder
+
+_LOADERS = MappingProxyType({"validate": "val", "test": "test", "predict": "predict"})
 
 
 class _ExactParser(LightningArgumentParser):
@@ -131,7 +134,7 @@ class PTDPCLI(LightningCLI):
         check_values(self.config, parser.get_defaults())
 
     def instantiate_classes(self) -> None:
-        """Build all objects, with a short message for each error.
+        """Build all objects, and check that there are data, with a short message for each error.
 
         jsonargparse wraps the errors of nested dataclasses in its own words.
         """
@@ -154,6 +157,12 @@ class PTDPCLI(LightningCLI):
             raise self._wrong_devices() from error
         except ValueError as error:
             raise UserError(readable(str(error), ())) from error
+        loader = f"{_LOADERS.get(self.verb, 'train')}_dataloader"
+        if self.datamodule is None and not is_overridden(loader, self.model):
+            raise UserError(
+                f"there is no data: --data is not set, and {type(self.model).__name__} has no "
+                f"{loader}. Use --data TextDataModule, or your own, such as --data my_module.MyData"
+            )
 
     def _wrong_devices(self) -> UserError:
         return UserError(

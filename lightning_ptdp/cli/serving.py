@@ -131,6 +131,11 @@ def serve(
     )
     t = options.tensor_parallel_size
     p = options.pipeline_parallel_size
+    if options.accelerator == "gpu" and not torch.cuda.is_available():
+        raise UserError(
+            "--accelerator gpu: torch finds no GPU (for the reason, run ptdp doctor). Use "
+            "--accelerator cpu"
+        )
     trainer = Trainer(
         strategy=PTDPStrategy(
             tensor_parallel_size=t, pipeline_parallel_size=p, start_method=options.start_method

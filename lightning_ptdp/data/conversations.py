@@ -7,6 +7,7 @@ its ``save_to_disk`` wrote. ``Columns`` finds the columns that hold a conversati
 from __future__ import annotations
 
 import ast
+import codecs
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -125,7 +126,7 @@ class Columns:
         else:
             question = self.messages_in(row, "instruction", "user")
             if "input" in names and row.get(names["input"]):
-                question[0]["content"] += f"\n\n{row[names['input']]}"
+                _append(question[-1], row[names["input"]], names["input"])
             messages = [*question, *self.messages_in(row, "output", "assistant")]
         return self._checked(row, messages)
 
@@ -185,7 +186,7 @@ def chat_files(path: str | Sequence[str]) -> list[Path]:
             files.append(root)
             continue
         paths = [file.path for file in list_files(root, _SUFFIXES)]
-        if paths == [root] and root.suffix not in _SUFFIXES:
+        if paths == [root] and root.suffix.lower() not in _SUFFIXES:
             raise CorpusError(
                 f"path={root} has the suffix {root.suffix or ''!r}. Give JSON lines (.jsonl) "
                 "or Parquet (.parquet)"
@@ -218,7 +219,7 @@ def read_rows(path: Paths, *, split: str = "train") -> Rows:
                 yield from _saved_rows(file, split)
                 continue
             size = regular_size(file)
-            if file.suffix in _JSON:
+            if file.suffix.lower() in _JSON:
                 yield from _json_rows(file)
             elif size:  # datasets fails on an empty file
                 yield from import_optional("datasets").load_dataset(
@@ -249,7 +250,8 @@ def _saved_rows(folder: Path, split: str) -> Rows:
 def _json_rows(file: Path) -> Rows:
     """Yield the objects of JSON lines, or of a list that takes the whole of a ``.json`` file."""
     with open(file, "rb") as stream:
-        if file.suffix == ".json" and stream.read(1 << 10).lstrip().startswith(b"["):
+        start = stream.read(1 << 10).removeprefix(codecs.BOM_UTF8)
+        if file.suffix.lower() == ".json" and start.lstrip().startswith(b"["):
             content = read_bytes(file, most_bytes=_LONGEST_LIST)
             for number, row in enumerate(parse_json(content, most_values=_MOST_VALUES), start=1):
                 if not isinstance(row, dict):
@@ -268,6 +270,21 @@ def _json_rows(file: Path) -> Rows:
                 ) from error
             if row is not None:
                 yield row
+
+
+def _append(message: dict[str, Any], text: object, column: str) -> None:
+    """Append the text of the column ``input`` to a message.
+
+    Raises:
+        FaultyRow: One of them is not text, or the message is not the user's.
+    """
+    content = message.get("content")
+    if message["role"] != "user" or not isinstance(content, str) or not isinstance(text, str):
+        raise FaultyRow(
+            f"column {column!r} is appended to the instruction, so both must be text. Put its text "
+            "into the messages, or remove the column"
+        )
+    message["content"] = f"{content}\n\n{text}"
 
 
 def _find(key: str, columns: Sequence[str], given: Mapping[str, str]) -> str | None:

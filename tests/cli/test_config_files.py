@@ -56,7 +56,16 @@ def test_quoted_number_remains_text_in_file_with_base(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["1: 2", "[1]", "base: [x]", f"base: {'x' * 5000}", "\0", "base: \ud800"]
+    "text",
+    [
+        "1: 2",
+        "[1]",
+        "data: {init_args: }",
+        "base: [x]",
+        f"base: {'x' * 5000}",
+        "\0",
+        "base: \ud800",
+    ],
 )
 def test_error_names_configuration_file(tmp_path, text):
     (tmp_path / "mine.yaml").write_bytes(text.encode("utf-8", "surrogatepass"))

@@ -323,9 +323,10 @@ def test_worker_failure_reports_message_or_process():
 def test_message_names_the_users_line():
     own = '  File "/home/me/lit.py", line 31, in training_step\n'
     library = f'  File "{json.__file__}", line 7, in loads\n'
+    compiled = '  File "yaml/_yaml.pyx", line 506, in yaml._yaml.CParser._parse\n'
     place = " (/home/me/lit.py:31, in training_step; --debug shows the traceback)"
-    assert users_line(own + library) == place
-    assert not users_line(library)
+    assert users_line(own + library + compiled) == place
+    assert not users_line(library + compiled)
     failure = worker_failure(ProcessRaisedException(f"{TRACE}{own}{library}ValueError: bad\n"))
     assert failure.message == f"bad{place}"
 

@@ -169,6 +169,7 @@ MISTAKES = [
         ["--data.data_dir=new", "--trainer.logger.tracking_uri=sqlite:///tiny.yaml"],
         ["tracking_uri", "not an SQLite database"],
     ),
+    (["--data=null"], ["there is no data: --data is not set, and LitGPT has no train_dataloader"]),
     (["--trainer.default_root_dir=tiny.yaml"], ["trainer.default_root_dir"]),
     ([*PTDP, "--model.config.num_heads=1"], ["num_heads=1", "tensor_parallel_size"]),
     ([*PTDP, "--model.config.num_layers=3"], ["3 ", "layers"]),

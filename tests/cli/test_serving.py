@@ -226,6 +226,10 @@ def test_invalid_arguments_are_refused(said, folder, tmp_path):
         ),
         (["generate", "--checkpoint", str(folder), "-t", "3"], "tensor_parallel_size=3"),
         (["generate", "--checkpoint", str(folder), "--top_p", "2"], "top_p=2"),
+        (
+            ["generate", "--checkpoint", str(folder), "--accelerator", "gpu"],
+            "--accelerator gpu: torch finds no GPU",
+        ),
     ]:
         code, written, err = said(*arguments)
         assert (code, written) == (2, ""), err
