@@ -279,7 +279,8 @@ def _append(message: dict[str, Any], text: object, column: str) -> None:
         FaultyRow: One of them is not text, or the message is not the user's.
     """
     content = message.get("content")
-    if message["role"] != "user" or not isinstance(content, str) or not isinstance(text, str):
+    is_plain = isinstance(content, str) and isinstance(text, str | int | float)
+    if message["role"] != "user" or not is_plain:
         raise FaultyRow(
             f"column {column!r} is appended to the instruction, so both must be text. Put its text "
             "into the messages, or remove the column"

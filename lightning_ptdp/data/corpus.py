@@ -50,6 +50,7 @@ DEFAULT_SUFFIXES = (
     ".sh",
 )
 JSON_LINES = (".jsonl", ".ndjson")
+_NOT_TEXT = (".gz", ".bz2", ".xz", ".zst", ".zip", ".parquet", ".arrow")
 _NOT_LIBRARY = {
     "site-packages",
     "dist-packages",
@@ -149,9 +150,26 @@ class Corpus:
         for file in files:
             if not os.access(file.path, os.R_OK):
                 raise CorpusError(f"source file {file.path} cannot be read: permission denied")
+            self._check_text(file.path)
         if not sum(file.size for file in files):
             raise CorpusError(f"source={self.source!r}: all {len(files)} files are empty")
         return files
+
+    def _check_text(self, path: Path) -> None:
+        """Check that a file is text, and not rows of JSON that would become one document."""
+        suffix = path.suffix.lower()
+        if suffix in _NOT_TEXT:
+            raise CorpusError(
+                f"source file {path} is not text. Unpack it, or convert it to JSON lines (.jsonl)"
+            )
+        if suffix == ".json":
+            with open(path, "rb") as stream:
+                start = stream.read(_DECODED_AT_ONCE)
+            if f'"{self.text_field}"'.encode() in start:
+                raise CorpusError(
+                    f"source file {path} would be read as one text, but has rows with a field "
+                    f"{self.text_field!r}. Write one row per line, into a file ending in .jsonl"
+                )
 
     def documents(self, report: ReadReport | None = None) -> Iterator[Document]:
         """Yield every document that has text, and fill ``report`` during the pass."""

@@ -24,7 +24,7 @@ from lightning_ptdp.data import (
 )
 from lightning_ptdp.data.chat_format import ChatFormat
 from lightning_ptdp.data.chat_stream import pack
-from lightning_ptdp.data.conversations import FaultyRow
+from lightning_ptdp.data.conversations import Columns, FaultyRow
 from lightning_ptdp.data.data_error import CorpusError, StoreError, TokenizerError
 from lightning_ptdp.data.huggingface_tokenizer import HuggingFaceTokenizer, load_tokenizer
 from lightning_ptdp.data.manifest import FileRecord, Manifest, record_files
@@ -207,6 +207,16 @@ def test_instructions_become_conversations(data, tmp_path, row, options, said):
     assert short == "".join(f"<|im_start|>{part}<|im_end|>\n" for part in _parts(said))
 
 
+def test_input_follows_the_question_and_not_the_system_message():
+    row = {
+        "instruction": [{"role": "system", "content": "S"}, {"role": "user", "content": "Q"}],
+        "input": "I",
+        "output": "A",
+    }
+    messages = Columns.of(row, {}, where="row").content(row)
+    assert [message["content"] for message in messages] == ["S", "Q\n\nI", "A"]
+
+
 def _parts(said):
     return [re.sub(r"^(\w+) ", r"\1\n", part) for part in re.split(r" (?=assistant|user)", said)]
 
@@ -308,6 +318,12 @@ def test_equal_conversations_are_never_in_both_splits(data, tmp_path):
             r"row 1: there is nothing to learn.*the roles are user",
         ),
         ('{"messages": "a"}\n', {}, r"must be a list of messages"),
+        (
+            '{"instruction": [{"role": "user", "content": [{"type": "text", "text": "a"}]}], '
+            '"input": "b", "output": "c"}\n',
+            {},
+            r"row 1: column 'input' is appended to the instruction, so both must be text",
+        ),
         (
             '{"prompt": "a", "response": "b", "system": "c"}\n',
             {"chat_template": "strict.jinja"},
@@ -547,6 +563,15 @@ def test_brackets_in_strings_do_not_count_as_nesting(data, tmp_path):
     (tmp_path / "good.json").write_text(json.dumps(rows, indent=1))
     for name in ("good.jsonl", "good.json"):
         data(name, sequence_length=4096).check()
+
+
+@pytest.mark.parametrize("name", ["marked.json", "OTHER.JSON", "OTHER.JSONL"])
+def test_byte_order_mark_and_capital_suffix_are_accepted(data, tmp_path, name):
+    rows = [{"prompt": f"{number}", "response": "b"} for number in range(4)]
+    lines = "\n".join(map(json.dumps, rows))
+    text = lines if name.endswith("L") else json.dumps(rows)
+    (tmp_path / name).write_text(text, encoding="utf-8-sig")
+    data(name).check()
 
 
 def test_optional_columns_of_later_rows_are_read(data, tmp_path):

@@ -123,6 +123,8 @@ def test_bad_sources_and_options_are_refused(tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "data.bin").write_text("x")
     (tmp_path / "empty.txt").touch()
+    (tmp_path / "rows.jsonl.gz").write_bytes(b"\x1f\x8b")
+    (tmp_path / "rows.json").write_text('[{"text": "a"}]')
     for given, error, words in (
         ({"source": tmp_path / "no-such.txt"}, CorpusError, r"no-such\.txt does not exist"),
         (
@@ -132,6 +134,8 @@ def test_bad_sources_and_options_are_refused(tmp_path):
         ),
         ({"source": tmp_path / "empty.txt"}, CorpusError, "empty"),
         ({"source": ""}, CorpusError, "has no path"),
+        ({"source": tmp_path / "rows.jsonl.gz"}, CorpusError, "is not text. Unpack it"),
+        ({"source": tmp_path / "rows.json"}, CorpusError, "Write one row per line"),
         ({"undecodable": "ignore"}, ValueError, "undecodable='ignore'"),
         ({"suffixes": ("txt",)}, ValueError, "suffixes"),
     ):
