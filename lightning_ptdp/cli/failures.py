@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import signal
+import subprocess
 import sys
 import sysconfig
 from argparse import ArgumentError
@@ -197,7 +198,10 @@ def _end_workers(trainer: Trainer, *, saves: bool) -> None:
 
     started = []
     workers = []
-    for launched in getattr(trainer.strategy.launcher, "procs", None) or []:
+    processes = getattr(trainer.strategy.launcher, "procs", None) or []
+    # With such processes, this one is rank 0, without which the others cannot save.
+    saves = saves and not any(isinstance(launched, subprocess.Popen) for launched in processes)
+    for launched in processes:
         with suppress(psutil.NoSuchProcess):
             process = psutil.Process(launched.pid)
             started.append(process)

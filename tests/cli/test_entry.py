@@ -9,8 +9,10 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -24,7 +26,9 @@ from lightning_ptdp.cli import config_files, recipe_folder
 from lightning_ptdp.cli.config_errors import readable
 from lightning_ptdp.cli.config_files import resolve_config, resolve_configs
 from lightning_ptdp.cli.failures import (
+    Terminated,
     UserError,
+    ending_workers,
     explain,
     terminate_on_sigterm,
     users_line,
@@ -318,6 +322,21 @@ def test_worker_failure_reports_message_or_process():
     assert not other.fixable
     assert "Process 2" in other.message
     assert worker_failure(RuntimeError("x")) is None
+
+
+def test_sigterm_does_not_wait_for_ranks_that_wait_for_this_one():
+    code = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+        "print(flush=True); time.sleep(99)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        launcher = SimpleNamespace(procs=[process])
+        trainer = SimpleNamespace(strategy=SimpleNamespace(launcher=launcher))
+        start = time.monotonic()
+        with pytest.raises(Terminated), ending_workers(trainer):
+            raise Terminated
+    assert time.monotonic() - start < 30
 
 
 def test_message_names_the_users_line():
