@@ -2,6 +2,7 @@
 communication."""
 
 import random
+from itertools import product
 
 import pytest
 import torch
@@ -59,18 +60,11 @@ def check_options(rank):
             target[0], target[3] = vocabulary - 1, 0
             some = target.clone()
             some[1], some[4] = -100, -100
-            for reduction in ("mean", "sum", "none"):
-                for smoothing in (0.0, 0.1, 1.0):
-                    compare(group, logits, target, reduction=reduction, label_smoothing=smoothing)
-                    compare(group, logits, some, reduction=reduction, label_smoothing=smoothing)
-                    compare(
-                        group,
-                        logits,
-                        target,
-                        reduction=reduction,
-                        label_smoothing=smoothing,
-                        ignore_index=0,
-                    )
+            for reduction, smoothing in product(("mean", "sum", "none"), (0.0, 0.1, 1.0)):
+                options = {"reduction": reduction, "label_smoothing": smoothing}
+                compare(group, logits, target, **options)
+                compare(group, logits, some, **options)
+                compare(group, logits, target, ignore_index=0, **options)
 
 
 def check_random_cases(rank):
@@ -139,14 +133,15 @@ def check_corners(rank):
     assert empty.item() == 0.0
 
 
+CHECKS = pytest.mark.parametrize("check", [check_options, check_random_cases, check_corners])
+
+
+@CHECKS
 @pytest.mark.parametrize("size", [2, 4])
-def test_vocabulary_parallel_loss_matches_torch(pool, size):
-    pool.run(check_options, world_size=size)
-    pool.run(check_random_cases, world_size=size)
-    pool.run(check_corners, world_size=size)
+def test_vocabulary_parallel_loss_matches_torch(pool, size, check):
+    pool.run(check, world_size=size)
 
 
-def test_loss_in_group_of_one_matches_torch():
-    check_options(0)
-    check_random_cases(0)
-    check_corners(0)
+@CHECKS
+def test_loss_in_group_of_one_matches_torch(check):
+    check(0)

@@ -252,10 +252,9 @@ def test_losses_for_full_logits_match_single_process(pool, size):
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_parallel_logits_behave_like_full_tensor(pool, size):
-    pool.run(check_metadata, world_size=size)
-    pool.run(check_argmax, world_size=size)
-    pool.run(check_outputs_and_refusals, world_size=size)
+@pytest.mark.parametrize("check", [check_metadata, check_argmax, check_outputs_and_refusals])
+def test_parallel_logits_behave_like_full_tensor(pool, check, size):
+    pool.run(check, world_size=size)
 
 
 def test_gather_full_keeps_plain_tensors():

@@ -1,5 +1,6 @@
 """A transformer under a plan against a single process, and collectives per layer."""
 
+from collections import Counter
 from copy import deepcopy
 
 import pytest
@@ -20,7 +21,7 @@ from tests.tensor_parallel.toy import (
     assert_gradients,
     assert_same,
     counted_collectives,
-    own_slice,
+    sequence_slice,
     tensor_group,
     toy_plan,
 )
@@ -68,43 +69,34 @@ def check_messages(rank):
     """Check the costs stated in linear.py for a layer of two column-row pairs and for both ends."""
     group = tensor_group(rank)
     for sequence_parallel in (False, True):
+
+        def costs(gathers, scatters, reductions, split=sequence_parallel):
+            """Return the collectives with a split sequence, or else the reductions."""
+            if split:
+                return Counter(all_gather=gathers, reduce_scatter=scatters)
+            return Counter(all_reduce=reductions)
+
         model = Toy()
         apply_plan(model, toy_plan(), group=group, sequence_parallel=sequence_parallel)
         x = torch.randn(2, 8, 32)
-        x = (own_slice(x, group, 1) if sequence_parallel else x).clone().requires_grad_()
+        x = sequence_slice(group, sequence_parallel)(x).clone().requires_grad_()
         with counted_collectives() as counts:
             y = model.layers[0](x)
-        assert counts == (
-            {"all_gather": 2, "reduce_scatter": 2} if sequence_parallel else {"all_reduce": 2}
-        )
+        assert counts == costs(2, 2, 2)
         with counted_collectives() as counts:
             y.sum().backward()
-        assert counts == (
-            {"all_gather": 4, "reduce_scatter": 2} if sequence_parallel else {"all_reduce": 2}
-        )
+        assert counts == costs(4, 2, 2)
 
         # two layers, embedding, head, and two small collectives in the loss
         with counted_collectives() as counts:
             loss = shifted_loss(model, torch.randint(37, (2, 8)))
-        expected = (
-            {"all_gather": 5, "reduce_scatter": 5, "all_reduce": 2}
-            if sequence_parallel
-            else {"all_reduce": 4 + 1 + 2}
-        )
-        assert counts == expected
+        assert counts == costs(5, 5, 4 + 1) + Counter(all_reduce=2)
         with counted_collectives() as counts:
             loss.backward()
-        expected = (
-            {"all_gather": 8 + 1 + 1, "reduce_scatter": 4 + 1}
-            if sequence_parallel
-            else {"all_reduce": 4 + 1}
-        )
-        assert counts == expected
+        assert counts == costs(8 + 1 + 1, 4 + 1, 4 + 1)
         with counted_collectives() as counts, torch.no_grad():
             model(torch.randint(37, (2, 8)))
-        assert counts == (
-            {"all_gather": 5, "reduce_scatter": 5} if sequence_parallel else {"all_reduce": 5}
-        )
+        assert counts == costs(5, 5, 5)
 
 
 def check_swapping(rank):
@@ -149,18 +141,15 @@ def test_loss_and_gradients_match_single_process(pool, size, tied):
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_collectives_per_layer(pool, size):
-    pool.run(check_messages, world_size=size)
+@pytest.mark.parametrize("check", [check_messages, check_swapping])
+def test_collectives_and_replaced_modules(pool, check, size):
+    pool.run(check, world_size=size)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_module_replacement_keeps_meta_device_and_aliases(pool, size):
-    pool.run(check_swapping, world_size=size)
-
-
+@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_group_of_one_leaves_model_unchanged(sequence_parallel):
-    model = Toy()
+def test_group_of_one_leaves_model_unchanged(sequence_parallel, tied):
+    model = Toy(tied=tied)
     before = list(model.named_modules())
     shardings = apply_plan(model, toy_plan(), group=Group(), sequence_parallel=sequence_parallel)
     assert all(a is b for (_, a), (_, b) in zip(before, model.named_modules(), strict=True))

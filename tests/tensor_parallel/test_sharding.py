@@ -8,43 +8,29 @@ from lightning_ptdp.tensor_parallel import VocabularyRange
 from lightning_ptdp.tensor_parallel.tensor_shards import shard_columns, shard_vocabulary
 from tests.tensor_parallel.toy import assemble_full
 
-SIZES = (1, 2, 4)
+EXACT = {"rtol": 0, "atol": 0}
 
 
 def full_tensor(*shape):
     return torch.arange(torch.Size(shape).numel(), dtype=torch.float64).reshape(shape)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("parts", [(8,), (8, 4, 4), (16, 4, 4, 8)])
-@pytest.mark.parametrize("rest", [(), (3,)])
-def test_columns_split_each_part_separately(size, parts, rest):
-    full = full_tensor(sum(parts), *rest)
+@pytest.mark.parametrize(("before", "after"), [((), ()), ((), (3,)), ((3,), ())])
+def test_each_part_is_split_separately(size, parts, before, after):
+    full, dim = full_tensor(*before, sum(parts), *after), len(before)
     shardings = [
-        shard_columns(full.shape, parts=parts, size=size, index=index) for index in range(size)
+        shard_columns(full.shape, parts=parts, size=size, index=index, dim=dim)
+        for index in range(size)
     ]
     local = [slice_full(full, sharding) for sharding in shardings]
     for index, tensor in enumerate(local):
-        expected = torch.cat([part.chunk(size)[index] for part in full.split(parts)])
-        torch.testing.assert_close(tensor, expected, rtol=0, atol=0)
+        expected = [part.chunk(size, dim)[index] for part in full.split(parts, dim)]
+        torch.testing.assert_close(tensor, torch.cat(expected, dim), **EXACT)
         assert shardings[index].num_padding == 0
         assert shardings[index].sharded == ("tensor",)
-    torch.testing.assert_close(
-        assemble_full(list(zip(local, shardings, strict=True))), full, rtol=0, atol=0
-    )
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_rows_split_second_dimension(size):
-    full = full_tensor(3, 8)
-    shardings = [
-        shard_columns((3, 8), parts=(8,), size=size, index=index, dim=1) for index in range(size)
-    ]
-    local = [slice_full(full, sharding) for sharding in shardings]
-    torch.testing.assert_close(torch.cat(local, dim=1), full, rtol=0, atol=0)
-    torch.testing.assert_close(
-        assemble_full(list(zip(local, shardings, strict=True))), full, rtol=0, atol=0
-    )
+    torch.testing.assert_close(assemble_full(local, shardings), full, **EXACT)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 8])
@@ -59,11 +45,9 @@ def test_vocabulary_is_padded_with_zeros_outside_pieces(size, vocabulary, rest):
     assert all(tensor.shape == (rows, *rest) for tensor in local)
     assert ranges[0].padded == rows * size
     together = torch.cat(local)
-    torch.testing.assert_close(together[:vocabulary], full, rtol=0, atol=0)
+    torch.testing.assert_close(together[:vocabulary], full, **EXACT)
     assert not together[vocabulary:].any()
-    torch.testing.assert_close(
-        assemble_full(list(zip(local, shardings, strict=True))), full, rtol=0, atol=0
-    )
+    torch.testing.assert_close(assemble_full(local, shardings), full, **EXACT)
     assert sum(sharding.num_padding for sharding in shardings) == together.numel() - full.numel()
 
 

@@ -1,8 +1,9 @@
 """Helpers of the tensor parallel tests: a tensor group, comparisons and a transformer."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -12,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_ptdp.parameters.placement import Placement, slice_full
-from lightning_ptdp.tensor_parallel import Column, ParallelPlan
+from lightning_ptdp.tensor_parallel import Column, ParallelPlan, shard_module
+from lightning_ptdp.tensor_parallel.kinds import ModulePlace
 from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import Group, ProcessMesh
 
@@ -53,6 +55,70 @@ def with_z_loss(logits: Tensor, target: Tensor, z_loss: float, **options: Any) -
 def own_slice(x: Tensor, group: Group, dim: int) -> Tensor:
     """Return this rank's part of a dimension."""
     return x.chunk(group.size, dim)[group.rank]
+
+
+def everything(x: Tensor) -> Tensor:
+    """Return what is not cut."""
+    return x
+
+
+def sequence_slice(group: Group, sequence_parallel: bool) -> Callable[[Tensor], Tensor]:
+    """Return the function that cuts this rank's slice of the sequence, if it is split."""
+    return partial(own_slice, group=group, dim=1) if sequence_parallel else everything
+
+
+def shard(
+    module: nn.Module,
+    kind: Any,
+    group: Group,
+    *,
+    sequence_parallel: bool = False,
+    shared: dict[int, nn.Parameter] | None = None,
+) -> tuple[Any, dict[str, Placement]]:
+    """Return the parallel form of a module that is not in a plan, and its placements."""
+    place = ModulePlace(
+        group=group,
+        sequence_parallel=sequence_parallel,
+        shared={} if shared is None else shared,
+    )
+    return shard_module(module, kind, place)
+
+
+def compare_passes(
+    layer: Callable[[Tensor], Tensor],
+    reference: nn.Module,
+    x: Tensor,
+    grad: Tensor,
+    *,
+    own_input: Callable[[Tensor], Tensor],
+    own_output: Callable[[Tensor], Tensor],
+) -> tuple[Counter[str], Counter[str]]:
+    """Compare the output and the input's gradient with those of the whole layer.
+
+    Args:
+        layer: Parallel form of ``reference``.
+        reference: Layer in a single process; its parameters get gradients.
+        x: Whole input.
+        grad: Gradient of the whole output.
+        own_input: Function that cuts this rank's part of the input.
+        own_output: Function that cuts this rank's part of the output.
+
+    Returns:
+        The collectives of the parallel forward and backward.
+    """
+    differentiable = x.is_floating_point()
+    full_x = x.clone().requires_grad_(differentiable)
+    expected = reference(full_x)
+    expected.backward(grad)
+    own_x = own_input(x).clone().requires_grad_(differentiable)
+    with counted_collectives() as forward:
+        y = layer(own_x)
+    with counted_collectives() as backward:
+        y.backward(own_output(grad))
+    assert_same(y, own_output(expected))
+    if differentiable:
+        assert_same(own_x.grad, own_input(full_x.grad))
+    return forward, backward
 
 
 def whole_gradient(grad: Tensor, sharding: Placement, group: Group) -> Tensor:
@@ -209,12 +275,11 @@ def toy_plan() -> ParallelPlan:
     )
 
 
-def assemble_full(parts: Sequence[tuple[Tensor, Placement]]) -> Tensor:
+def assemble_full(parts: Sequence[Tensor], shardings: Sequence[Placement]) -> Tensor:
     """Assemble the full tensor from the local tensors of all ranks: the inverse of
     ``slice_full``."""
-    first, sharding = parts[0]
-    full = torch.empty(sharding.full_shape, dtype=first.dtype, device=first.device)
-    for local, sharding in parts:
+    full = torch.empty(shardings[0].full_shape, dtype=parts[0].dtype, device=parts[0].device)
+    for local, sharding in zip(parts, shardings, strict=True):
         for piece in sharding.pieces:
             full[piece.in_full.slices] = local.detach()[piece.in_local.slices]
     return full
