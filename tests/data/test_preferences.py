@@ -6,7 +6,12 @@ from types import SimpleNamespace
 import pytest
 
 from lightning_ptdp import ParallelLayout
-from lightning_ptdp.data import ChatDataModule, EvaluationLoader, PreferenceDataModule
+from lightning_ptdp.data import (
+    ChatDataModule,
+    EvaluationLoader,
+    PreferenceDataModule,
+    chat_build,
+)
 from lightning_ptdp.data.data_error import CorpusError, StoreError
 from lightning_ptdp.models import make_tiny
 from tests.data.folders import write_rows
@@ -155,11 +160,11 @@ def test_default_pairs_need_no_file(model, tmp_path):
         ),
     ],
 )
-def test_faulty_pair_is_refused_before_launch(changes, reason, data):
-    # beyond the rows that are tokenized before launch
-    rows = [pair(number) for number in range(300)] + [pair(3, **changes)]
+def test_faulty_pair_is_refused_before_launch(changes, reason, data, monkeypatch):
+    monkeypatch.setattr(chat_build, "ROWS_AT_ONCE", 2)  # tokenized before launch
+    rows = [pair(1), pair(2), pair(3, **changes)]
     module = data(rows)
-    with pytest.raises(CorpusError, match=rf"{module.prepare_config.path}, row 301: .*{reason}"):
+    with pytest.raises(CorpusError, match=rf"{module.prepare_config.path}, row 3: .*{reason}"):
         module.check()
     data(rows, faulty="drop").check()
 
