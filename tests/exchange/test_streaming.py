@@ -2,10 +2,10 @@
 
 import json
 import math
-import sys
 import threading
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,7 @@ from lightning_ptdp.checkpoint.save import write_checkpoint
 from lightning_ptdp.exchange import FAMILIES, convert
 from lightning_ptdp.exchange.name_tables import Model
 from lightning_ptdp.models import GPTConfig
-from tests.processes import run
+from tests.pool import in_new_process
 
 pytestmark = pytest.mark.thorough
 
@@ -87,10 +87,10 @@ def _peak(peaks, name):
         thread.join()
 
 
-def measure(folder):
-    """Print the peaks of all conversions as JSON."""
+def measure(root):
+    """Write the peaks of all conversions as JSON."""
     assert transformers.GPT2LMHeadModel, "imports are not part of a conversion"
-    root, peaks = Path(folder), {}
+    peaks = {}
     steps = {
         "write": lambda: _write(root / "ours"),
         "to Hugging Face": lambda: convert(root / "ours", root / "hf", shard_bytes=40_000_000),
@@ -107,14 +107,12 @@ def measure(folder):
     for name, step in steps.items():
         with _peak(peaks, name):
             step()
-    print(json.dumps(peaks))
+    (root / "peaks.json").write_text(json.dumps(peaks))
 
 
 def test_memory_of_conversions(tmp_path):
-    command = f"from tests.exchange.test_streaming import measure; measure({str(tmp_path)!r})"
-    done = run([sys.executable, "-c", command])
-    assert done.returncode == 0, done.stderr
-    peaks = json.loads(done.stdout.splitlines()[-1])
+    assert in_new_process(partial(measure, tmp_path)) == 0
+    peaks = json.loads((tmp_path / "peaks.json").read_text())
     tensors = read_metadata(tmp_path / "back").tensors.values()
     size = sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in tensors)
     assert size > 200_000_000 > 2 * max(LIMITS.values())
