@@ -50,3 +50,14 @@ VARIANTS = {
         **{**_SMALLER, "num_layers": 1}, position="rope", ffn_hidden_size=24
     ),
 }
+MIXTRAL = GPTConfig.llama(
+    vocabulary_size=32000,
+    sequence_length=4096,
+    num_layers=32,
+    hidden_size=4096,
+    num_heads=32,
+    num_kv_heads=8,
+    ffn_hidden_size=14336,
+    num_experts=8,
+)
+"""Mixtral 8x7B."""

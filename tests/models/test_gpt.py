@@ -12,7 +12,7 @@ from lightning_ptdp.models.gpt import SwiGLU
 from lightning_ptdp.models.layers import Attention, GeluMLP
 from lightning_ptdp.models.memory_saving import rotary_tables
 from tests.models.builds import eager_and_lazy
-from tests.models.configs import GPT2, LLAMA, VARIANTS
+from tests.models.configs import GPT2, LLAMA, MIXTRAL, VARIANTS
 
 EVERY_VARIANT = pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS.keys())
 BOTH = pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
@@ -35,17 +35,8 @@ def test_parameter_count_matches_published_models():
         vocabulary_size=32000, sequence_length=2048, num_layers=32, hidden_size=4096, num_heads=32
     )
     assert num_parameters(llama_7b) == 6_738_415_616
-    mixtral = GPTConfig.llama(
-        vocabulary_size=32000,
-        sequence_length=4096,
-        num_layers=32,
-        hidden_size=4096,
-        num_heads=32,
-        num_kv_heads=8,
-        ffn_hidden_size=14336,
-        num_experts=8,
-    )
-    assert (num_parameters(mixtral), active_parameters(mixtral)) == (46_702_792_704, 12_879_925_248)
+    # arXiv 2401.04088: 47B, 13B
+    assert (num_parameters(MIXTRAL), active_parameters(MIXTRAL)) == (46_702_792_704, 12_879_925_248)
 
 
 @EVERY_VARIANT

@@ -92,12 +92,20 @@ def mean_and_worst(errors: list[float]) -> tuple[float, float]:
     return fmean(map(abs, errors)), max(map(abs, errors))
 
 
+SIZES: dict[str, Any] = {
+    "vocabulary_size": 64,
+    "sequence_length": 48,
+    "num_layers": 4,
+    "hidden_size": 64,
+    "num_heads": 4,
+}
+MODELS = {
+    "gpt2": GPTConfig.gpt2(**SIZES),
+    "llama": GPTConfig.llama(**SIZES, num_kv_heads=2),
+    "gpt2, dropout": GPTConfig.gpt2(**SIZES, dropout=0.1),
+}
 MIXTURE = GPTConfig.llama(
-    vocabulary_size=64,
-    sequence_length=48,
-    num_layers=4,
-    hidden_size=64,
-    num_heads=4,
+    **SIZES,
     num_experts=8,
     experts_per_token=2,
     expert_hidden_size=96,

@@ -11,24 +11,16 @@ from lightning_ptdp.models import GPT, GPTConfig, gpt_plan
 from lightning_ptdp.planner.memory import layer_activations, logits_bytes
 from lightning_ptdp.tensor_parallel.linear import ParallelLayer
 from tests.memory import kept_bytes
-from tests.planner.jobs import choice, small_job
+from tests.planner import jobs
+from tests.planner.jobs import SIZES, choice, small_job
 from tests.tensor_parallel.sharded import apply_plan
 from tests.tensor_parallel.toy import tensor_group
 
 pytestmark = pytest.mark.thorough
 
-SIZES = {
-    "vocabulary_size": 64,
-    "sequence_length": 48,
-    "num_layers": 1,
-    "hidden_size": 64,
-    "num_heads": 4,
-}
 MODELS = {
-    "gpt2": GPTConfig.gpt2(**SIZES),
-    "llama": GPTConfig.llama(**SIZES, num_kv_heads=2),
+    **jobs.MODELS,
     "llama, one kv head": GPTConfig.llama(**SIZES, num_kv_heads=1),
-    "gpt2, dropout": GPTConfig.gpt2(**SIZES, dropout=0.1),
     "llama, dropout": GPTConfig.llama(**SIZES, num_kv_heads=2, dropout=0.1),
 }
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")

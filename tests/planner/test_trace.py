@@ -19,22 +19,11 @@ from lightning_ptdp.shims.torch import without_data
 from lightning_ptdp.strategy.checks.model import CUT_MARK
 from lightning_ptdp.tensor_parallel import ParallelPlan
 from lightning_ptdp.world.layout import ParallelLayout
-from tests.planner.jobs import small_job
+from tests.planner import jobs
+from tests.planner.jobs import SIZES, small_job
 
 pytestmark = pytest.mark.thorough
 
-SIZES = {
-    "vocabulary_size": 64,
-    "sequence_length": 48,
-    "num_layers": 3,
-    "hidden_size": 64,
-    "num_heads": 4,
-}
-OURS = {
-    "gpt2": GPTConfig.gpt2(**SIZES),
-    "llama": GPTConfig.llama(**SIZES, num_kv_heads=2),
-    "gpt2, dropout": GPTConfig.gpt2(**SIZES, dropout=0.1),
-}
 SMALL = {
     "hidden_size": 32,
     "num_hidden_layers": 3,
@@ -63,7 +52,7 @@ def layer_matrices(config):
 )
 def test_traced_shape_matches_configuration(name, precision, device):
     """Check the shape of a configuration against the built model, and against its own sizes."""
-    config = OURS[name]
+    config = jobs.MODELS[name]
     with torch.device("meta"):
         model = GPT(config)
     job = small_job(config, precision=precision, device=device, world_size=4)
@@ -76,7 +65,7 @@ def test_traced_shape_matches_configuration(name, precision, device):
         on_cpu=device == "cpu",
         sequence_length=48,
     )
-    assert [count for count, _ in traced.runs] == [count for count, _ in job.shape.runs] == [3]
+    assert [count for count, _ in traced.runs] == [count for count, _ in job.shape.runs] == [4]
     assert traced.layers[0] == job.shape.layers[0]
     assert (traced.input, traced.head) == (job.shape.input, job.shape.head)
     assert traced.parameters == num_parameters(config)
@@ -268,8 +257,8 @@ def test_plan_accepts_lightning_and_torch_modules():
     )
     assert given.job.shape.runs[0][1].products == plan.job.shape.runs[0][1].products
     assert given.job.sequence_length == 24
-    own = lightning_ptdp.plan(GPT(OURS["gpt2"]), world_size=2, batch=4).job
-    assert own.shape.parameters == num_parameters(OURS["gpt2"])
+    own = lightning_ptdp.plan(GPT(jobs.MODELS["gpt2"]), world_size=2, batch=4).job
+    assert own.shape.parameters == num_parameters(jobs.MODELS["gpt2"])
 
 
 def test_frozen_parameters_reduce_optimizer_memory_and_flops():
@@ -300,7 +289,10 @@ class Student(nn.Module):
 
     def __init__(self, *, traced: bool = True):
         super().__init__()
-        self.student, self.teacher = GPT(OURS["gpt2"]), GPT(OURS["gpt2"]).requires_grad_(False)
+        self.student, self.teacher = (
+            GPT(jobs.MODELS["gpt2"]),
+            GPT(jobs.MODELS["gpt2"]).requires_grad_(False),
+        )
         self.traced = traced
 
     def forward(self, input_ids):
@@ -334,7 +326,7 @@ def test_frozen_teacher_counts():
             "sequence_length=48, but the example has 24 tokens",
         ),
         (
-            lambda: GPT(OURS["gpt2"]),
+            lambda: GPT(jobs.MODELS["gpt2"]),
             {"sequence_length": 4096},
             "sequence_length=4096 is longer than the model's",
         ),
