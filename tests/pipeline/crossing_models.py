@@ -51,8 +51,14 @@ class Base(nn.Module):
         self.layers = nn.ModuleList(block() for _ in range(4))
         self.head = nn.Linear(WIDTH, 3)
 
+    def chain(self, x: Tensor, *shared: Any) -> Tensor:
+        """Call the blocks one after the other, each with the same further arguments."""
+        for layer in self.layers:
+            x = layer(x, *shared)
+        return x
+
     def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
-        raise AssertionError
+        return self.chain(x)
 
     def forward(self, ids):
         return self.head(self.run_blocks(self.embedding(ids), ids))
@@ -68,11 +74,6 @@ class Narrowing(Base):
             nn.Sequential(nn.Linear(here, there), nn.Tanh()) for here, there in pairwise(widths)
         )
 
-    def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
 
 class InPlace(Base):
     """Each block modifies its input in place."""
@@ -82,11 +83,6 @@ class InPlace(Base):
         self.layers = nn.ModuleList(
             nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)) for _ in range(4)
         )
-
-    def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
 
 
 class Scaling(Narrowing):
@@ -169,9 +165,7 @@ class Memory(Base):
 
     def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
         memory = torch.tanh(self.memory(x))
-        for layer in self.layers:
-            x = layer(x, memory)
-        return x
+        return self.chain(x, memory)
 
 
 class FrozenMemory(Memory):
@@ -220,9 +214,7 @@ class Shifted(Base):
         memory = torch.zeros_like(x)
         memory[:, 1:] = x[:, :-1]
         memory[:, :1].add_(x[:, -1:])
-        for layer in self.layers:
-            x = layer(x, memory)
-        return x
+        return self.chain(x, memory)
 
 
 class ContextBlock(Block):
@@ -261,9 +253,7 @@ class KeptBias(Base):
 
     def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
         bias = self.memory()
-        for layer in self.layers:
-            x = layer(x, bias)
-        return x
+        return self.chain(x, bias)
 
 
 class Uncalled(Base):
@@ -275,9 +265,7 @@ class Uncalled(Base):
 
     def run_blocks(self, x: Tensor, ids: Tensor) -> Tensor:
         bias = torch.tanh(self.memory.weight).sum(0)
-        for layer in self.layers:
-            x = layer(x, bias)
-        return x @ self.embedding.weight.t() @ self.embedding.weight
+        return self.chain(x, bias) @ self.embedding.weight.t() @ self.embedding.weight
 
 
 MODELS = (

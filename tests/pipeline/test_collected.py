@@ -97,8 +97,7 @@ class Hooked(Base):
         return output / 2
 
     def run_blocks(self, x, ids):
-        for layer in self.layers:
-            x = layer(x)
+        x = self.chain(x)
         seen, self.seen = self.seen, []
         assert len(seen) == 13
         return x + sum(s * (k + 1) for k, s in enumerate(seen))
@@ -158,9 +157,9 @@ class Keeping(Base):
         super().__init__(KeepingBlock)
 
     def run_blocks(self, x, ids):
-        for layer in self.layers:
-            x = layer(x)
-        return x + sum(module.loss for module in self.modules() if hasattr(module, "loss"))
+        return self.chain(x) + sum(
+            module.loss for module in self.modules() if hasattr(module, "loss")
+        )
 
 
 class DeeplyKept(Block):
@@ -178,9 +177,7 @@ class Read(Base):
             layer.own.seen = []
 
     def run_blocks(self, x, ids):
-        for layer in self.layers:
-            x = layer(x)
-        return x + sum(sum(layer.own.seen) for layer in self.layers)
+        return self.chain(x) + sum(sum(layer.own.seen) for layer in self.layers)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -214,28 +211,13 @@ class Timed(Base):
     def end(self, name, module, args, output):
         self.open.remove(name)
 
-    def run_blocks(self, x, ids):
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
 
 def test_forward_hook_runs_only_after_its_pre_hook():
     as_the_whole(Timed, collects=False)
 
 
 def test_removed_hook_is_not_called_on_other_stages():
-    class Removed(Base):
-        def __init__(self):
-            super().__init__()
-            self.seen = []
-
-        def run_blocks(self, x, ids):
-            for layer in self.layers:
-                x = layer(x)
-            return x
-
-    whole = build(Removed)
+    whole = build(Base)
     handles = [
         layer.register_forward_hook(lambda *_: pytest.fail("it was removed"))
         for layer in whole.layers

@@ -159,9 +159,7 @@ def test_finished_stage_releases_its_tensors():
 def test_each_stage_uses_its_own_copy_of_bare_parameter():
     class Bare(KeptBias):
         def run_blocks(self, x, ids):
-            for layer in self.layers:
-                x = layer(x, self.memory.weight)
-            return x
+            return self.chain(x, self.memory.weight)
 
     whole = build(Bare)
     stages = Emulated(whole)
@@ -221,10 +219,7 @@ class OnlyAtTheEnd(Base):
 
 class AroundTheBlocks(Base):
     def run_blocks(self, x, ids):
-        first = x
-        for layer in self.layers:
-            x = layer(x)
-        return x + first
+        return self.chain(x) + x
 
 
 class Residual(Base):
@@ -300,10 +295,7 @@ class ReturnsNamed(Opaque):
 class Returned(Base):
     def forward(self, ids):
         x = self.embedding(ids)
-        first = x
-        for layer in self.layers:
-            x = layer(x)
-        return {"logits": self.head(x), "embedded": [first]}
+        return {"logits": self.head(self.chain(x)), "embedded": [x]}
 
 
 class Sealed(Base):
@@ -315,25 +307,18 @@ class Sealed(Base):
     def run_blocks(self, x, ids):
         sealed = nn.ParameterDict()
         sealed.value = self.memory(x)
-        for layer in self.layers:
-            x = layer(x, sealed)
-        return x
+        return self.chain(x, sealed)
 
 
 class Transformed(Base):
     def run_blocks(self, x, ids):
-        return torch.func.vmap(lambda row: self.run_layers(row[None])[0])(x)
-
-    def run_layers(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
+        return torch.func.vmap(lambda row: self.chain(row[None])[0])(x)
 
 
-class ForwardMode(Transformed):
+class ForwardMode(Base):
     def run_blocks(self, x, ids):
         with torch.autograd.forward_ad.dual_level():
-            return self.run_layers(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
+            return self.chain(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
 
 
 class SealedBlock(Block):
@@ -379,9 +364,7 @@ class Filling(Base):
 
     def run_blocks(self, x, ids):
         state = {"seen": []}
-        for layer in self.layers:
-            x = layer(x, state)
-        return x + sum(state["seen"])
+        return self.chain(x, state) + sum(state["seen"])
 
 
 class HaltingBlock(Block):
@@ -399,9 +382,7 @@ class Halting(Base):
 
     def run_blocks(self, x, ids):
         halted = ids < 0
-        for layer in self.layers:
-            x = layer(x, halted)
-        return x + halted.unsqueeze(-1)
+        return self.chain(x, halted) + halted.unsqueeze(-1)
 
 
 @pytest.mark.parametrize("model", [Filling, Halting])
@@ -427,9 +408,7 @@ class Memo(Filling):
 
     def run_blocks(self, x, ids):
         state = {"cache": []}
-        for layer in self.layers:
-            x = layer(x, state)
-        return x
+        return self.chain(x, state)
 
 
 @pytest.mark.parametrize("evaluates", [False, True])
@@ -456,9 +435,7 @@ class KeptMask(Base):
     def run_blocks(self, x, ids):
         if self.mask is None:
             self.mask = torch.ones(ids.size(1), 1, dtype=x.dtype)
-        for layer in self.layers:
-            x = layer(x, self.mask)
-        return x
+        return self.chain(x, self.mask)
 
 
 def test_mask_kept_from_an_evaluation_is_accepted():

@@ -1,7 +1,6 @@
 """Tests of the hang guard: its rules on simulated observations, then real processes on a backend
 whose waits return at once, as with NCCL."""
 
-import multiprocessing
 import os
 import pickle
 import re
@@ -23,8 +22,7 @@ from lightning_ptdp.pipeline.hang_guard import (
 )
 from lightning_ptdp.pipeline.rank_status import LOST, Heard, LiveStatus
 from tests.pipeline.lost_ranks import train, work
-from tests.pipeline.watched import HANGS_S, join_world
-from tests.pool import PRELOAD
+from tests.pipeline.two_processes import HANGS_S, two_processes
 
 pytestmark = pytest.mark.thorough
 
@@ -217,7 +215,7 @@ def test_user_code_between_steps_has_no_limit(at):
 @pytest.mark.parametrize(("at", "when"), [(fails_at(50), 151), (silent_from(20), 121)])
 def test_lost_rank_ends_user_code_between_steps(at, when):
     ended = Scene(between_steps(at)).ends_after()
-    assert ended is not None and ended[0] == when
+    assert ended[0] == when
     assert Scene(between_steps(at), waits_raise=True).ends_after() is None
 
 
@@ -252,37 +250,19 @@ def test_time_while_process_is_stopped_is_not_counted():
 # ---- real processes ------------------------------------------------------------------------------
 
 
-def _run(rank, parent, folder, part, *arguments):
+def _writes(rank, _, folder, part, *arguments):
+    """Run ``part`` with its output and its temporary files in the folder."""
     tempfile.tempdir = folder
     with open(Path(folder, f"said-{rank}.txt"), "wb", buffering=0) as stream:
         os.dup2(stream.fileno(), sys.stderr.fileno())
-    join_world(rank, parent, backend="queued")
     part(rank, *arguments, folder)
-    os._exit(0)  # gloo's destructors wait for the peer
 
 
 def _ends(folder, who, part, *arguments):
     """Run ``part`` on two ranks; return the exit code and the output of rank ``who``."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    pipes = [context.Pipe() for _ in range(2)]
-    processes = [
-        context.Process(
-            target=_run, args=(rank, pipes[rank][1], str(folder), part, *arguments), daemon=True
-        )
-        for rank in range(2)
-    ]
-    try:
-        for process in processes:
-            process.start()
-        assert pipes[0][0].poll(HANGS_S)
-        pipes[1][0].send(pipes[0][0].recv())
-        processes[who].join(HANGS_S)
-        return processes[who].exitcode, (folder / f"said-{who}.txt").read_text()
-    finally:
-        for process in processes:
-            process.kill()
-            process.join(HANGS_S)
+    with two_processes(_writes, str(folder), part, *arguments, backend="queued") as (ranks, _):
+        ranks[who].join(HANGS_S)
+        return ranks[who].exitcode, (folder / f"said-{who}.txt").read_text()
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import multiprocessing
 import os
 import re
 import signal
@@ -28,8 +27,7 @@ from lightning_ptdp.world.layout import ParallelLayout
 from lightning_ptdp.world.mesh import ProcessMesh
 from tests.conformance.toys import LitNet, Place, loader, make_trainer
 from tests.expert_parallel.toy import LENGTH, VOCABULARY, LitMixture, Run
-from tests.pipeline.watched import HANGS_S, join_world
-from tests.pool import PRELOAD
+from tests.pipeline.two_processes import HANGS_S, two_processes
 
 pytestmark = pytest.mark.thorough
 
@@ -38,7 +36,7 @@ SAVE_LIMIT_S = 5.0
 """Timeout of the process groups and of the watchdog while saving."""
 
 
-def _lose(rank, parent, victim, how, where):
+def _lose(rank, victim, how, where):
     """Publish both statuses, then lose ``victim`` while its peer receives or reduces."""
     mesh = ProcessMesh.create(
         layout=ParallelLayout(world_size=2, pipeline_parallel_size=2), rank=rank
@@ -73,8 +71,7 @@ class _Loses(LitNet):
         return super().training_step(batch, batch_idx)
 
 
-def _train(rank, parent, victim, how, where):
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
+def _train(rank, victim, how, where):
     layout = {"pipeline_parallel_size": 2, "num_microbatches": 4, "timeout_s": 8.0}
     with contextlib.redirect_stderr(io.StringIO()):
         make_trainer(Place(world_size=2, layout=layout), default_root_dir=where).fit(
@@ -103,8 +100,7 @@ class _LosesBetweenSteps(LitNet):
         self._maybe_die("load")
 
 
-def _train_between(rank, parent, victim, hook, where):
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
+def _train_between(rank, victim, hook, where):
     layout = {"pipeline_parallel_size": 2, "num_microbatches": 4, "timeout_s": 8.0}
     place, path, module = (
         Place(world_size=2, layout=layout),
@@ -118,8 +114,7 @@ def _train_between(rank, parent, victim, hook, where):
     second.fit(_LosesBetweenSteps(victim, hook), loader(), ckpt_path=path)
 
 
-def _train_sharded(rank, parent, victim, where):
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
+def _train_sharded(rank, victim, where):
     options = {"shard": "optimizer", "timeout_s": 8.0, "overlap_parameter_gather": False}
     make_trainer(Place(world_size=2, layout=options), default_root_dir=where, max_steps=1).fit(
         _LosesBetweenSteps(victim, "norm"), loader()
@@ -142,17 +137,15 @@ class _LosesInExperts(LitMixture):
             output.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
 
 
-def _train_experts(rank, parent, victim, where):
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
+def _train_experts(rank, victim, where):
     place = Place(world_size=2, layout={"expert_parallel_size": 2, "timeout_s": 8.0})
     ids = torch.randint(VOCABULARY, (32, LENGTH + 1), generator=torch.Generator().manual_seed(1))
     trainer = make_trainer(place, default_root_dir=where, callbacks=[ExpertLoad()])
     trainer.fit(_LosesInExperts(victim), DataLoader(TensorDataset(ids), batch_size=4))
 
 
-def _save(rank, parent, victim, layout, where):
+def _save(rank, victim, layout, where):
     """Freeze ``victim`` while it writes a checkpoint."""
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
     place = Place(world_size=2, layout={"timeout_s": SAVE_LIMIT_S, **layout})
     if rank == victim:
         SummingFile.write = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
@@ -163,39 +156,21 @@ def _save(rank, parent, victim, layout, where):
     )
 
 
-def _run(rank, parent, part, *arguments):
+def _reports(rank, parent, part, *arguments):
     """Run ``part`` and send its error to the parent."""
-    join_world(rank, parent, SAVE_LIMIT_S if part is _save else HANGS_S)
     try:
-        part(rank, parent, *arguments)
+        part(rank, *arguments)
         parent.send("no error")
     except BaseException as error:
         parent.send(f"{type(error).__name__}: {error}")
-    os._exit(0)  # gloo's destructors wait for the peer
 
 
 def _said_by_survivor(part, victim, *arguments):
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    pipes = [context.Pipe() for _ in range(2)]
-    processes = [
-        context.Process(
-            target=_run, args=(rank, pipes[rank][1], part, victim, *arguments), daemon=True
-        )
-        for rank in range(2)
-    ]
-    try:
-        for process in processes:
-            process.start()
-        assert pipes[0][0].poll(HANGS_S)
-        pipes[1][0].send(pipes[0][0].recv())
-        survivor = pipes[1 - victim][0]
+    limit_s = SAVE_LIMIT_S if part is _save else HANGS_S
+    with two_processes(_reports, part, victim, *arguments, limit_s=limit_s) as (_, connections):
+        survivor = connections[1 - victim]
         assert survivor.poll(HANGS_S), "the survivor hangs"
         return survivor.recv()
-    finally:
-        for process in processes:
-            process.kill()
-            process.join(HANGS_S)
 
 
 @pytest.mark.parametrize(

@@ -29,11 +29,13 @@ class Net(nn.Module):
         if tuples:
             self.layers = nn.ModuleList(TupleBlock() for _ in range(4))
 
-    def forward(self, ids):
-        x = self.embedding(ids)
+    def run_layers(self, x):
         for layer in self.layers:
             x = layer(x)[0] if self.tuples else layer(x)
-        return self.head(self.norm(x))
+        return x
+
+    def forward(self, ids):
+        return self.head(self.norm(self.run_layers(self.embedding(ids))))
 
 
 class TupleBlock(nn.Module):
@@ -48,20 +50,34 @@ class TupleBlock(nn.Module):
 RANGES = ((0, 1), (1, 3), (3, 4))
 
 
-def run_cut(whole, ids, parts):
+HIDDEN = torch.zeros(2, 5, 6)
+
+
+def cut_of(part, stage):
+    return PipelineCut(part, parts=find_parts(part), ranges=RANGES, stages=(stage,))
+
+
+def run_cut(whole, ids):
     result = None
     for stage in range(3):
         part = copy.deepcopy(whole)
-        cut = PipelineCut(part, parts=parts, ranges=RANGES, stages=(stage,))
+        cut = cut_of(part, stage)
         result = cut.run(stage, result, lambda part=part: part(ids), training=True)
     return result
+
+
+def run_stage(part, stage, received):
+    """Run one stage, which receives a block's output unless it is the first."""
+    crossing = None if received is None else crossing_of(received)
+    ids = torch.zeros(2, 5, dtype=torch.long)
+    cut_of(part, stage).run(stage, crossing, lambda: part(ids), training=True)
 
 
 @pytest.mark.parametrize("tuples", [False, True])
 def test_three_stages_match_whole_model(tuples):
     torch.manual_seed(0)
     whole, ids = Net(tuples=tuples), torch.randint(0, 11, (2, 5))
-    assert torch.equal(run_cut(whole, ids, find_parts(whole)), whole(ids))
+    assert torch.equal(run_cut(whole, ids), whole(ids))
 
 
 def test_forward_of_an_object_runs_on_its_stage_only():
@@ -69,7 +85,7 @@ def test_forward_of_an_object_runs_on_its_stage_only():
     whole, ids = Net(), torch.randint(0, 11, (2, 5))
     for layer in whole.layers:
         layer.forward = MethodType(lambda self, x: 2 * nn.Linear.forward(self, x), layer)
-    assert torch.equal(run_cut(whole, ids, find_parts(whole)), whole(ids))
+    assert torch.equal(run_cut(whole, ids), whole(ids))
 
 
 def test_each_parameter_keeps_its_name_on_one_stage():
@@ -77,7 +93,7 @@ def test_each_parameter_keeps_its_name_on_one_stage():
     names = []
     for stage in range(3):
         part = copy.deepcopy(whole)
-        PipelineCut(part, parts=find_parts(part), ranges=RANGES, stages=(stage,))
+        cut_of(part, stage)
         names += [name for name, _ in part.named_parameters()]
     assert sorted(names) == sorted(name for name, _ in whole.named_parameters())
 
@@ -89,7 +105,7 @@ def test_placeholders_keep_training_mode():
     modes = {name: module.training for name, module in whole.named_modules()}
     for stage in range(3):
         part = copy.deepcopy(whole)
-        PipelineCut(part, parts=find_parts(part), ranges=RANGES, stages=(stage,))
+        cut_of(part, stage)
         assert {
             name: module.training for name, module in part.named_modules() if name in modes
         } == modes
@@ -103,10 +119,7 @@ class SameNorm(Net):
         self.last = self.norm
 
     def forward(self, ids):
-        x = self.norm(self.embedding(ids))
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(self.last(x))
+        return self.head(self.last(self.run_layers(self.norm(self.embedding(ids)))))
 
 
 @pytest.mark.parametrize(("model", "before"), [(Net, ()), (SameNorm, ("norm",))])
@@ -135,10 +148,7 @@ class Early(Net):
     """Calls the norm before the blocks, though it is registered after them."""
 
     def forward(self, ids):
-        x = self.norm(self.embedding(ids))
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
+        return self.head(self.run_layers(self.norm(self.embedding(ids))))
 
 
 class Twice(Net):
@@ -147,19 +157,17 @@ class Twice(Net):
 
 
 class Between(Net):
-    def forward(self, ids):
-        x = self.embedding(ids)
+    def run_layers(self, x):
         for layer in self.layers:
             x = x + layer(x)
-        return self.head(self.norm(x))
+        return x
 
 
 class Scaled(Net):
-    def forward(self, ids):
-        x = self.embedding(ids)
+    def run_layers(self, x):
         for layer in self.layers:
             x = layer(2 * x)
-        return self.head(self.norm(x))
+        return x
 
 
 class Never(Net):
@@ -175,10 +183,7 @@ class Indexed(Net):
         self.gains = nn.ParameterList([torch.ones(6)])
 
     def forward(self, ids):
-        x = self.embedding(ids) * self.gains[0]
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(self.norm(x))
+        return self.head(self.norm(self.run_layers(self.embedding(ids) * self.gains[0])))
 
 
 class Peeking(Net):
@@ -203,26 +208,14 @@ class Peeking(Net):
     ],
 )
 def test_unsupported_forward_is_refused(model, stage, words):
-    part = model()
-    cut = PipelineCut(part, parts=find_parts(part), ranges=RANGES, stages=(stage,))
-    received = crossing_of(torch.zeros(2, 5, 6)) if stage else None
     with pytest.raises(StageError, match=words):
-        cut.run(stage, received, lambda: part(torch.zeros(2, 5, dtype=torch.long)), training=True)
+        run_stage(model(), stage, HIDDEN if stage else None)
 
 
 def test_reading_weight_of_other_stage_is_refused():
-    part = Peeking()
-    cut = PipelineCut(part, parts=find_parts(part), ranges=RANGES, stages=(2,))
-    with pytest.raises(
-        AttributeError,
-        match=r"'embedding' and its attribute 'weight' are on another pipeline stage",
-    ):
-        cut.run(
-            2,
-            crossing_of(torch.zeros(2, 5, 6)),
-            lambda: part(torch.zeros(2, 5, dtype=torch.long)),
-            training=True,
-        )
+    words = "'embedding' and its attribute 'weight' are on another pipeline stage"
+    with pytest.raises(AttributeError, match=words):
+        run_stage(Peeking(), 2, HIDDEN)
 
 
 class CallsLayerOfBlock(Net):
@@ -248,11 +241,8 @@ class ReadsWeightOfBlock(CallsLayerOfBlock):
     ],
 )
 def test_use_of_layer_inside_block_of_other_stage_is_refused(model, error, words):
-    part = model()
-    cut = PipelineCut(part, parts=find_parts(part), ranges=RANGES, stages=(2,))
-    hidden = crossing_of((torch.zeros(2, 5, 6), None))
     with pytest.raises(error, match=words):
-        cut.run(2, hidden, lambda: part(torch.zeros(2, 5, dtype=torch.long)), training=True)
+        run_stage(model(), 2, (HIDDEN, None))
 
 
 def test_block_container_is_found_or_error_names_option():

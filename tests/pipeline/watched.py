@@ -7,14 +7,11 @@ import weakref
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import TCPStore
 
 from lightning_ptdp.blocks.recompute import apply_recomputation
 from lightning_ptdp.forward.deferred_weight_gradients import WeightGradients
@@ -321,24 +318,6 @@ class Rank:
         """Make every send block until its message is received, if ``on``."""
         if self.transport is not None:
             self.transport.rendezvous = on
-
-
-HANGS_S = 60.0
-
-
-def join_world(
-    rank: int, parent: Connection, limit_s: float = HANGS_S, backend: str = "gloo"
-) -> None:
-    """Join a process group of two ranks; rank 0 hosts the store."""
-    torch.set_num_threads(1)
-    limit = timedelta(seconds=HANGS_S)
-    port = 0 if rank == 0 else parent.recv()
-    store = TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False, timeout=limit)
-    if rank == 0:
-        parent.send(store.port)
-    dist.init_process_group(
-        backend, store=store, rank=rank, world_size=2, timeout=timedelta(seconds=limit_s)
-    )
 
 
 def assert_same(
