@@ -1,6 +1,5 @@
 """Chat data: sources, templates, learned tokens, packing and refused input."""
 
-import hashlib
 import itertools
 import json
 import os
@@ -20,14 +19,13 @@ from lightning_ptdp.data import (
     TokenStream,
     chat_format,
     prepare,
-    verify_store,
 )
 from lightning_ptdp.data.chat_format import ChatFormat
 from lightning_ptdp.data.chat_stream import pack
 from lightning_ptdp.data.conversations import Columns, FaultyRow
 from lightning_ptdp.data.data_error import CorpusError, StoreError, TokenizerError
 from lightning_ptdp.data.huggingface_tokenizer import HuggingFaceTokenizer, load_tokenizer
-from lightning_ptdp.data.manifest import FileRecord, Manifest, record_files
+from lightning_ptdp.data.manifest import Manifest, record_files
 from lightning_ptdp.models import make_tiny
 from tests.data.conftest import config_of
 from tests.data.folders import flip, write_rows
@@ -481,15 +479,6 @@ def test_chat_and_text_data_are_not_interchangeable(data, store, text):
         ChatStream(text.folder, sequence_length=8)
     with pytest.raises(StoreError, match=r"form was 'text' and is now 'chat'"):
         data(folder=text.folder).check()
-
-
-def test_chat_manifest_with_file_outside_folder_is_refused(store, tmp_path):
-    (tmp_path / "secret").write_text("not for you")
-    manifest = Manifest.read(store)
-    secret = FileRecord(size=11, sha256=hashlib.sha256(b"not for you").hexdigest())
-    replace(manifest, files={**manifest.files, "../secret": secret}).write(store)
-    with pytest.raises(StoreError, match=r"'\.\./secret' is not the name of a file inside"):
-        verify_store(store)
 
 
 @pytest.mark.parametrize(
