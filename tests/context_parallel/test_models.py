@@ -48,7 +48,6 @@ def test_hugging_face_models_are_accepted_or_refused(name):
     if name in TAKEN:
         assert reason is None
     else:
-        assert reason is not None
         assert re.search(REFUSED[name], reason), reason
 
 

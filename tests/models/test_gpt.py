@@ -9,7 +9,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_ptdp.models import GPT, GPTConfig, active_parameters, num_parameters
 from lightning_ptdp.models.gpt import SwiGLU
-from lightning_ptdp.models.layers import Attention, GeluMLP
 from lightning_ptdp.models.memory_saving import rotary_tables
 from tests.models.builds import eager_and_lazy
 from tests.models.configs import GPT2, LLAMA, MIXTRAL, VARIANTS
@@ -184,7 +183,6 @@ def test_block_equals_sum_of_its_head_shards(config):
         ):
             nn.init.normal_(linear.bias)
         attention, mlp = block.attention, block.mlp
-        assert isinstance(attention, Attention)
         if rank < size:
             heads = [nth(rank, size, q), nth(rank, size, kv, q), nth(rank, size, kv, q + kv)]
             take(attention.qkv, rows=heads)
@@ -192,7 +190,6 @@ def test_block_equals_sum_of_its_head_shards(config):
             if isinstance(mlp, SwiGLU):
                 take(mlp.gate_up, rows=[nth(rank, size, f), nth(rank, size, f, f)])
             else:
-                assert isinstance(mlp, GeluMLP)
                 take(mlp.up, rows=[nth(rank, size, f)])
             take(mlp.down, columns=nth(rank, size, f))
             if rank > 0 and config.bias:  # the bias of the summed output is added once

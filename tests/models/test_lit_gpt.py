@@ -167,14 +167,12 @@ def test_trained_model_generates_memorized_sequence(tmp_path):
     )
     # the cosine decay ends at the Trainer's max_steps
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(1e-3)
-    assert lit.model is not None
     (written,) = generate(
         lit, PATTERN[None, :3].tolist(), Sampling(temperature=0.0, max_new_tokens=10)
     )
     assert written == PATTERN[3:].tolist()
     assert trainer.test(lit, pattern_loader(), verbose=False)[0]["test_loss"] < 0.02
     predictions = trainer.predict(lit, pattern_loader())
-    assert predictions is not None
     assert [p["counted"].sum(1).tolist() for p in predictions] == [[12, 12], [12, 12]]
 
 

@@ -35,7 +35,6 @@ def test_known_model_has_valid_plan(kind, prefix):
     plan.check(model, 2)
     kinds = plan.resolve(model)
     blocks = plan.blocks
-    assert blocks is not None
     assert len(model.get_submodule(blocks)) == 4
     inside = {
         name
@@ -169,7 +168,6 @@ def test_user_plan_takes_precedence():
 def test_indivisible_size_is_refused(options, size, words):
     model = make_model("llama", **options)
     plan = plan_for(model)
-    assert plan is not None
     with raises_with(words):
         plan.check(model, size)
 

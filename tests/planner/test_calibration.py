@@ -165,7 +165,7 @@ def test_calibration_measures_products_and_collectives(monkeypatch, pool):
         figures, seconds={key: 2 * value for key, value in figures.seconds.items()}
     )
     found = measuring.calibrated([figures, slower])
-    assert found.measured is not None and (found.measured.processes, found.measured.cores) == (2, 3)
+    assert (found.measured.processes, found.measured.cores) == (2, 3)
     assert (found.memory_bytes, found.kind) == (1e9, "cpu")
     rates = {tuple(shape): rate for *shape, rate in found.measured.products}
     assert rates[16, 64, 64] == pytest.approx(

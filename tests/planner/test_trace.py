@@ -237,7 +237,6 @@ class Lit(L.LightningModule):
         self.net.layers.requires_grad_(not self.frozen)
 
     def forward(self, ids):
-        assert self.net is not None
         return self.net(ids)
 
 

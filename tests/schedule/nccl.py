@@ -251,7 +251,6 @@ class Host:
         return False
 
     def learn(self, receipt: Receipt) -> None:
-        assert receipt.boundary is not None
         self.give("read length", COMPUTE, (self.headers[receipt.what],), holds=True)
         form = self.message(f"{receipt.what} form", receipt.channel)
         self.give("read form", COMPUTE, (form,), holds=True)

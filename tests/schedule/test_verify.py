@@ -81,7 +81,6 @@ def is_legal(schedule):
                 computed = Action(K.FORWARD if a.kind is K.RECEIVE_FORWARD else K.BACKWARD, s, i)
                 able = computed not in done and not posted.get(schedule.channel(a))
                 if able:
-                    assert i is not None
                     posted.setdefault(schedule.channel(a), []).append((s, i))
             elif a.kind is K.REDUCE:
                 last = K.WEIGHT if K.WEIGHT in kinds else K.BACKWARD

@@ -82,8 +82,6 @@ def _compare(rank):
     expected.square().sum().backward()
     assert_gradients(model, placements, reference, group)
     for got, whole in zip(inputs, expected_inputs, strict=True):
-        assert got.grad is not None
-        assert whole.grad is not None
         assert_same(got.grad, whole.grad)
 
 
