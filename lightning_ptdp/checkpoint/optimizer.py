@@ -367,9 +367,10 @@ def _empty_states(
         if name not in parameters:
             continue
         parameter, placement, entry = parameters[name], placements[name], stored[full_name]
-        scalar = entry.shape == () and placement.full_shape != ()
+        # Like torch, tell a step count from a state of a parameter without dimensions by its name.
+        scalar = entry.shape == () and (placement.full_shape != () or key == "step")
         place = placement
-        if entry.shape != placement.full_shape:
+        if scalar or entry.shape != placement.full_shape:
             if not scalar and not _holds_all(placement):
                 raise CheckpointError(
                     f"{key!r} of {name!r} has the shape {entry.shape} in the checkpoint, but "
@@ -398,7 +399,8 @@ def _check_groups(optimizer: Optimizer, names: Names, groups: Sequence[Group]) -
     for position, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             name = names[parameter]
-            if group_index.get(name) != position:
+            # No rank of a sharded optimizer has a part of a parameter without elements.
+            if parameter.numel() and group_index.get(name) != position:
                 actual = f"in group {group_index[name]}" if name in group_index else "in no group"
                 raise CheckpointError(
                     f"{name!r} is in parameter group {position} of this optimizer, but {actual} "

@@ -330,7 +330,8 @@ def constructed_state(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[st
     It is reduced to one element; None if no parameter here has such a state. Adagrad of torch 2.11
     creates a sum. Most optimizers create their states at the first step.
     """
-    parameter = next((p for p in group["params"] if optimizer.state.get(p) and p.numel()), None)
+    with_state = [p for p in group["params"] if optimizer.state.get(p) and p.numel()]
+    parameter = max(with_state, key=Tensor.dim, default=None)  # one without dimensions shows least
     if parameter is None:
         return None
     return {

@@ -251,18 +251,20 @@ def lay_out(
     With ``undivided`` no rank's part cuts a parameter: the largest ones are placed first, each in the
     part that has least.
     """
+    # A flat tensor of parameters without elements has elements, as it must have parts.
+    sizes = [aligned(max(parameter.numel(), 1)) for parameter in parameters]
     if undivided:
         parts = [0] * reduction.parts
         offset_of = dict[int, tuple[int, int]]()
-        for index in sorted(range(len(parameters)), key=lambda one: -parameters[one].numel()):
+        for index in sorted(range(len(sizes)), key=lambda one: -sizes[one]):
             part = parts.index(min(parts))
             offset_of[index] = part, parts[part]
-            parts[part] += aligned(parameters[index].numel())
+            parts[part] += sizes[index]
         return [
             part * max(parts) + offset
             for part, offset in (offset_of[index] for index in range(len(parameters)))
         ], max(parts) * reduction.parts
-    *offsets, total = accumulate((aligned(p.numel()) for p in parameters), initial=0)
+    *offsets, total = accumulate(sizes, initial=0)
     multiple = _ALIGNMENT * reduction.parts
     return offsets, -(-total // multiple) * multiple
 

@@ -343,7 +343,8 @@ def _state_of(managed: ManagedParameter, state: dict[str, object]) -> dict[str, 
     shape = managed.parameter.shape
     converted: dict[str, object] = {}
     for key, value in state.items():
-        if isinstance(value, Tensor) and value.shape == shape and shape:
+        # Like torch, tell a step count from a state of a parameter without dimensions by its name.
+        if isinstance(value, Tensor) and value.shape == shape and (shape or key != "step"):
             if managed.stepped_placement.flat is not None:
                 value = value.reshape(-1)[slice(*managed.stepped_placement.flat)].clone()
             if managed.rounded is not None and value.is_floating_point():

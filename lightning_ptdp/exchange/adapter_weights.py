@@ -147,9 +147,8 @@ def _peft_name(name: str) -> str:
     ``base_model.model.h.q_proj.lora_A.weight``.
     """
     name = _THEIRS + re.sub(r"\.modules_to_save\.[^.]+", "", name.removeprefix(_OURS))
-    return name.replace("lora_magnitude_vector.default.weight", "lora_magnitude_vector").replace(
-        ".default", ""
-    )
+    name = name.replace("lora_magnitude_vector.default.weight", "lora_magnitude_vector.default")
+    return re.sub(r"(\.lora_\w+)\.default(?=\.|$)", r"\1", name)
 
 
 # ---- Reader of peft's adapter folders, for text generation ---------------------------------------

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_ptdp.checkpoint import CheckpointError
-from lightning_ptdp.exchange import merged_rectangles
+from lightning_ptdp.exchange import adapter_weights, merged_rectangles
 from lightning_ptdp.parameters.placement import Placement
 from tests.huggingface.runs import make_model
 from tests.optional import needs
@@ -69,3 +69,16 @@ def test_adapter_that_would_be_lost_is_refused(config, options, layer):
     model = peft.get_peft_model(make_model("llama", **options), config(peft))
     with pytest.raises(CheckpointError, match=rf"the adapter of '.*{layer}.*' is not a simple"):
         _merged(model)
+
+
+@pytest.mark.parametrize(
+    ("ours", "expected"),
+    [
+        ("default_head.q.lora_A.default.weight", "default_head.q.lora_A.weight"),
+        ("a.default.q.lora_embedding_B.default", "a.default.q.lora_embedding_B"),
+        ("q.lora_magnitude_vector.default.weight", "q.lora_magnitude_vector"),
+        ("head.modules_to_save.default.weight", "head.weight"),
+    ],
+)
+def test_name_of_adapter_leaves_names_of_modules(ours, expected):
+    assert adapter_weights._peft_name(f"model/model.{ours}") == f"base_model.model.{expected}"
