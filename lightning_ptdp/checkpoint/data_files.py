@@ -246,6 +246,7 @@ def pieces_of(values: Tensor) -> Iterator[memoryview]:
     """
     if not values.numel():
         return
+    values = values.resolve_conj().resolve_neg()  # a lazy view has other bytes than values
     if values.is_cpu and values.is_contiguous():
         yield from _cut(values)
         return

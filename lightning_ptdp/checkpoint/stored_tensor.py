@@ -110,7 +110,8 @@ def read_rectangle(file: RawFile, stored: StoredTensor, rectangle: LocalRectangl
     has_full_rows = (
         target.is_cpu and target.is_contiguous() and target.shape[1:] == tuple(shape[1:])
     )
-    is_direct = has_full_rows and target.dtype == dtype
+    is_lazy = target.is_conj() or target.is_neg()
+    is_direct = has_full_rows and target.dtype == dtype and not is_lazy
     scratch = np.empty(0 if is_direct else min(count, len(target)) * row_bytes, dtype=np.uint8)
     columns = Rectangle.at(offset[1:], target.shape[1:]).slices
     first, last = offset[0], offset[0] + len(target)
@@ -170,4 +171,5 @@ def rows_at_once(row_bytes: int, nbytes: int = PIECE) -> int:
 
 def as_bytes(values: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous tensor on the CPU."""
-    return values.view(-1).view(torch.uint8).numpy().data
+    flat = values.as_strided((values.numel(),), (1,))  # the stride of one element is arbitrary
+    return flat.view(torch.uint8).numpy().data

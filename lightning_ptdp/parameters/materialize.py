@@ -168,10 +168,17 @@ def agree_on_values(tensors: Iterable[tuple[str, Tensor]], *, device: torch.devi
     dist.all_reduce(high, op=dist.ReduceOp.MAX)
     differing = [i for i, same in enumerate((low == high).all(dim=1).tolist()) if not same]
     for index in differing:
-        value = named[index][1].detach().to(device)
-        dist.broadcast(value, src=0)
+        value = _resolved(named[index][1]).to(device)
+        value = value.clone(memory_format=torch.contiguous_format)
+        # As bytes, because no backend supports every dtype.
+        dist.broadcast(value.view(-1).view(torch.uint8), src=0)
         named[index][1].detach().copy_(value)
     return [named[i][0] for i in differing]
+
+
+def _resolved(tensor: Tensor) -> Tensor:
+    """Return a tensor whose bytes are its values, unlike those of ``x.conj()``."""
+    return tensor.detach().resolve_conj().resolve_neg()
 
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -182,6 +189,6 @@ def _checksum(tensor: Tensor) -> Tensor:
 
     Different values are very unlikely to have equal sums.
     """
-    flat = tensor.detach().contiguous().view(-1)
+    flat = _resolved(tensor).contiguous().view(-1)
     bits = flat.view(_BITS.get(flat.element_size(), torch.uint8))
     return torch.stack([bits[::step].sum(dtype=torch.int64) for step in (1, 2, 3)])

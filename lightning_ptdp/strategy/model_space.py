@@ -7,11 +7,13 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_ptdp.checkpoint.save_agreement import gather
+from lightning_ptdp.checkpoint.stored_tensor import as_bytes
 from lightning_ptdp.engine import Engine
 from lightning_ptdp.forward.surroundings import Context
 from lightning_ptdp.parallel_model import ParallelModel
@@ -115,7 +117,7 @@ class ModelSpace:
             # Tensors are pickled ten times slower than arrays, which lack bfloat16.
             local_state = {
                 name: (
-                    tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy(),
+                    np.asarray(as_bytes(tensor.cpu().resolve_conj().resolve_neg().contiguous())),
                     tensor.dtype,
                     placement,
                 )
@@ -125,7 +127,8 @@ class ModelSpace:
         state: dict[str, Tensor] = {}
         for rank_state in ranks:
             for name, (data, dtype, placement) in rank_state.items():
-                tensor = torch.from_numpy(data).view(dtype).view(placement.held_shape)
+                tensor = torch.empty(placement.held_shape, dtype=dtype)
+                np.asarray(as_bytes(tensor))[:] = data
                 full = state.setdefault(name, torch.empty(placement.full_shape, dtype=tensor.dtype))
                 for offset, view in placement.held(tensor):
                     full[Rectangle.at(offset, view.shape).slices] = view

@@ -33,8 +33,11 @@ TENSORS = {
     "complex without a code": lambda: torch.randn(7, 2, dtype=torch.complex128),
     "float8": lambda: torch.randn(200, 200).to(torch.float8_e4m3fn),
     "broadcast": lambda: torch.ones(1, 5000).expand(30, 5000),
+    "conjugate": lambda: torch.randn(7, 2, dtype=torch.complex64).conj(),
+    "negated": lambda: torch.randn(7, 2, dtype=torch.complex64).conj().imag,
     "bools": lambda: torch.randn(9) > 0,
     "number": lambda: torch.tensor(2.5, dtype=torch.float64),
+    "one element": lambda: torch.arange(3.0)[::2][1:],
     "nothing": lambda: torch.zeros(0, 7),
     "no columns": lambda: torch.zeros(5, 0),
 }
@@ -65,7 +68,8 @@ def _pinned(*args, pin_memory, **kwargs):
 
 
 def _bytes(tensor):
-    return tensor.contiguous().view(-1).view(torch.uint8)
+    values = tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    return values.view(-1).view(torch.uint8)
 
 
 @pytest.mark.parametrize("name", TENSORS)

@@ -107,6 +107,16 @@ def test_values_are_converted_to_target_dtype(tmp_path):
         load_tensors(tmp_path / "c", replicated({"a": full.long()}))
 
 
+def test_lazy_views_are_filled_with_their_values(tmp_path):
+    values = torch.randn(4, 3, dtype=torch.complex64)
+    save(tmp_path / "c", {"conjugate": values, "negated": values.imag.contiguous()})
+    target = {"conjugate": torch.zeros_like(values).conj()}
+    target["negated"] = torch.zeros(12, dtype=torch.complex64).conj().imag[:].view(4, 3)
+    load_tensors(tmp_path / "c", replicated(target))
+    assert torch.equal(target["conjugate"], values)
+    assert torch.equal(target["negated"], values.imag)
+
+
 def test_parameters_are_filled_in_place(tmp_path):
     parameter = torch.nn.Parameter(torch.zeros(3, 4).t())
     save(tmp_path / "c", {"w": torch.arange(12.0).view(4, 3)})

@@ -61,9 +61,13 @@ def test_module_without_initializer_is_named():
 
 def _agree(rank):
     same, different = torch.ones(5), torch.full((3,), float(rank))
-    names = agree_on_values([("same", same), ("different", different)], device=torch.device("cpu"))
-    return names, different.tolist()
+    columns = torch.full((2, 3), rank, dtype=torch.int16).t()  # no backend broadcasts them
+    lazy = torch.tensor([rank + 1j]).conj()
+    named = [("same", same), ("different", different), ("columns", columns), ("lazy", lazy)]
+    names = agree_on_values(named, device=torch.device("cpu"))
+    return names, different.tolist(), columns.tolist(), lazy.tolist()
 
 
 def test_rank_zero_values_win_if_eager_values_differ(pool):
-    assert pool.run(_agree, world_size=2) == [(["different"], [0.0] * 3)] * 2
+    expected = (["different", "columns", "lazy"], [0.0] * 3, [[0, 0]] * 3, [-1j])
+    assert pool.run(_agree, world_size=2) == [expected] * 2
