@@ -46,6 +46,8 @@ from lightning_ptdp.version import __version__
 
 FORMAT = "lightning-ptdp checkpoint"
 _MOST_JSON = 1 << 26  # bytes
+MOST_SMALL = 1 << 28
+"""Limit of any other small file in bytes."""
 FORMAT_VERSION = 4
 METADATA_FILE, INDEX_FILE, STATE_FILE = "metadata.json", "index.json", "state.json"
 README_FILE = "README.txt"
@@ -59,7 +61,6 @@ DTYPES: Mapping[str, torch.dtype] = {
 
 # torch's limit of dimensions, and a number of elements whose bytes can be counted in 64 bits.
 _MOST_DIMENSIONS, _MOST_ELEMENTS = (64, 2**56)
-_MOST_SMALL = 1 << 28
 _LAST_SECOND = 253402300799.0  # end of the year 9999
 
 
@@ -141,25 +142,27 @@ def write_metadata(checkpoint: Place, metadata: CheckpointMetadata) -> None:
     Raises:
         CheckpointError: The content could not be read back.
     """
-    content = _plain(
-        {
-            "format": FORMAT,
-            "version": metadata.format_version,
-            # A checkpoint in the folder may have a time in the far future.
-            "created": min(metadata.created, _LAST_SECOND),
-            "run": metadata.run,
-            **({"folder": metadata.folder} if metadata.folder else {}),
-            "packages": metadata.packages,
-            "files": {name: vars(entry) for name, entry in sorted(metadata.files.items())},
-            "tensors": {
-                name: {"shape": entry.shape, "dtype": str(entry.dtype).removeprefix("torch.")}
-                for name, entry in metadata.tensors.items()
-            },
-        }
-    )
-    _parsed(content)
-    text = json.dumps({**content, "sha256": _digest(content)}, indent=1)
-    write_small(checkpoint / METADATA_FILE, text.encode())
+    content = {
+        "format": FORMAT,
+        "version": metadata.format_version,
+        # A checkpoint in the folder may have a time in the far future.
+        "created": min(metadata.created, _LAST_SECOND),
+        "run": metadata.run,
+        **({"folder": metadata.folder} if metadata.folder else {}),
+        "packages": metadata.packages,
+        "files": {name: vars(entry) for name, entry in sorted(metadata.files.items())},
+        "tensors": {
+            name: {"shape": entry.shape, "dtype": str(entry.dtype).removeprefix("torch.")}
+            for name, entry in metadata.tensors.items()
+        },
+    }
+    with reading(checkpoint / METADATA_FILE, "could not be read back"):
+        content = _plain(content)
+        _parsed(content)
+        text = json.dumps({**content, "sha256": _digest(content)}, indent=1).encode()
+        if len(text) > _MOST_JSON:
+            raise ValueError(f"it has {len(text)} bytes, more than the limit of {_MOST_JSON}")
+    write_small(checkpoint / METADATA_FILE, text)
 
 
 def write_small(path: Place, content: bytes) -> FileEntry:
@@ -180,7 +183,7 @@ def check_json(run: Mapping[str, Json]) -> None:
             ) from error
     try:
         _run(_plain(run))
-    except Misfit as error:
+    except ValueError as error:
         raise CheckpointError(f"metadata: {error}") from error
 
 
@@ -215,7 +218,7 @@ def stated_metadata(checkpoint: Place) -> CheckpointMetadata:
 
 
 def read_verified(
-    folder: Place, metadata: CheckpointMetadata, name: str, *, most: int | None = _MOST_SMALL
+    folder: Place, metadata: CheckpointMetadata, name: str, *, most: int | None = MOST_SMALL
 ) -> bytes:
     """Return the content of a small file, compared with its digest.
 
@@ -382,7 +385,7 @@ def _plain(value: Json) -> Json:
 
     The digest is computed from this form.
     """
-    return json.loads(json.dumps(value, allow_nan=False))
+    return parse_json(json.dumps(value, allow_nan=False).encode())
 
 
 def _digest(content: Mapping[str, Json]) -> str:

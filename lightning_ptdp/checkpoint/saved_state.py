@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_ptdp.base.checked_json import integer, list_of, map_of, optional, record, text
 from lightning_ptdp.base.errors import listed
-from lightning_ptdp.checkpoint.metadata import STATE_FILE, read_verified
+from lightning_ptdp.checkpoint.metadata import MOST_SMALL, STATE_FILE, read_verified
 from lightning_ptdp.checkpoint.reader import TensorReader
 from lightning_ptdp.checkpoint.remote_path import PathLike, located
 from lightning_ptdp.checkpoint.save_agreement import CheckpointError, reading
@@ -41,6 +41,11 @@ def encode_state(state: dict[str, Any]) -> Encoded:
         _STATE(decode(encoded.text, encoded.tensors)[0])
     except ValueError as error:
         raise CheckpointError(f"state: {error}") from error
+    if len(encoded.text) > MOST_SMALL:
+        raise CheckpointError(
+            f"state: its JSON has {len(encoded.text)} bytes, more than the limit of {MOST_SMALL}. "
+            "Store long lists as tensors or arrays"
+        )
     return encoded
 
 

@@ -13,11 +13,13 @@ import torch
 from lightning_ptdp.checkpoint import (
     CheckpointError,
     data_files,
+    metadata,
     read_full,
     read_metadata,
     reading,
     same_outcome,
     save_checkpoint,
+    saved_state,
     to_lightning_file,
     verify_checkpoint,
     write_file,
@@ -141,6 +143,20 @@ def test_single_process_checks_cover_on_save_load_and_verify(tmp_path, monkeypat
         read_full(tmp_path / "c")
     with pytest.raises(CheckpointError, match=words.format(f"in {tmp_path / 'c'}")):
         verify_checkpoint(tmp_path / "c")
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "words"),
+    [
+        (metadata, "_MOST_JSON", r"could not be read back: it has \d+ bytes, more than the limit"),
+        (saved_state, "MOST_SMALL", r"state: its JSON has \d+ bytes, more than the limit"),
+    ],
+)
+def test_content_that_cannot_be_read_is_not_written(module, name, words, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, name, 200)
+    with pytest.raises(CheckpointError, match=words):
+        save(tmp_path / "c", {f"w{i}": torch.ones(2) for i in range(50)}, state={"a": [1] * 99})
+    assert not list(tmp_path.iterdir())
 
 
 def _save_twice(rank, path):
