@@ -246,14 +246,15 @@ def load_optimizers(
         CheckpointError: The states do not fit.
         ValueError: They are those of another strategy, whose parameters are not named.
     """
+    folder = states.path if isinstance(states, StoredOptimizers) else None
+    if len(states) != len(space.optimizers) and (states or folder is not None):
+        raise CheckpointError(
+            f"{folder or 'the checkpoint'} has {len(states)} optimizers, but the module has "
+            f"{len(space.optimizers)}"
+        )
     if not isinstance(states, StoredOptimizers):
         _load_indexed(space, states, of_groups)
         return
-    if len(states) != len(space.optimizers):
-        raise CheckpointError(
-            f"{states.path} has {len(states)} optimizers, but the module has "
-            f"{len(space.optimizers)}"
-        )
     names, placements = space.optimizer_records()
     for index, (optimizer, saved) in enumerate(zip(space.optimizers, states, strict=True)):
         with space.waiting_in(f"loading optimizer {index} from {states.path}"):
@@ -280,7 +281,7 @@ def _load_indexed(
             "fit), or resume it once under PTDPStrategy() without model parallelism and save"
         )
     names, placements = space.optimizer_records()
-    for index, (optimizer, state) in enumerate(zip(space.optimizers, states, strict=bool(states))):
+    for index, (optimizer, state) in enumerate(zip(space.optimizers, states, strict=False)):
         if not space.layout.divides_model and not space.steps_on_copies:
             optimizer.load_state_dict(state)
             continue

@@ -119,6 +119,19 @@ def test_lightning_file_resumes_with_sharded_optimizer(written, pool, tmp_path):
     assert_weights(found, expected)
 
 
+class LitTwoOptimizers(LitNet):
+    automatic_optimization = False
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD([value]) for value in self.parameters()][:2]
+
+
+def test_other_number_of_optimizers_is_refused(written):
+    trainer = make_trainer(Place(), max_epochs=2)
+    with pytest.raises(CheckpointError, match="has 1 optimizers, but the module has 2"):
+        trainer.fit(LitTwoOptimizers(), loader(), ckpt_path=written[1]["one"])
+
+
 def test_folder_is_written_on_request(tmp_path):
     _, path = train(0, Place(layout={"checkpoint_format": "folder"}), str(tmp_path), 1)
     assert is_checkpoint(path)
