@@ -241,16 +241,7 @@ def read_whole(
     state = read_state(path, map_location=map_location)
     if trusted:
         state = with_objects(state)
-    for key, names in state.get(LEFT_OUT, {}).items():
-        objects = ", ".join(
-            f"{name} (a {kind})" if name else f"all (a {kind})" for name, kind in names.items()
-        )
-        warnings.warn(
-            f"{path} is read without these {key}, which are objects: {objects}. Pass them by name "
-            "(load_from_checkpoint(path, name=...)), or use weights_only=False if you trust "
-            "the checkpoint",
-            stacklevel=2,
-        )
+    _warn_left_out(state, path, or_trust=", or use weights_only=False if you trust the checkpoint")
     if state.get("optimizer_states") is not None:
         state["optimizer_states"] = _RefusedOptimizers(state["optimizer_states"], path)
     moved: dict[int, Tensor] = {}  # Tied parameters stay one tensor.
@@ -262,6 +253,18 @@ def read_whole(
             for n, value in weights.items()
         },
     }
+
+
+def _warn_left_out(state: Mapping[str, Any], path: PathLike, *, or_trust: str = "") -> None:
+    for key, names in state.get(LEFT_OUT, {}).items():
+        objects = ", ".join(
+            f"{name} (a {kind})" if name else f"all (a {kind})" for name, kind in names.items()
+        )
+        warnings.warn(
+            f"{path} is read without these {key}, which are objects: {objects}. Pass them by name "
+            f"(load_from_checkpoint(path, name=...)){or_trust}",
+            stacklevel=3,
+        )
 
 
 def read_full(path: PathLike, prefix: str = MODEL) -> dict[str, Tensor]:
@@ -290,7 +293,8 @@ def to_lightning_file(source: PathLike, destination: PathLike) -> None:
 
     ``LightningModule.load_from_checkpoint`` reads the file. It holds the weights, the
     hyperparameters, and the state of loops and callbacks. It does not hold the optimizer states,
-    which Lightning keys by position and this package by name.
+    which Lightning keys by position and this package by name, nor hyperparameters that are objects,
+    which a warning names.
 
     Args:
         source: A checkpoint folder.
@@ -300,9 +304,11 @@ def to_lightning_file(source: PathLike, destination: PathLike) -> None:
         CheckpointError: The source is damaged, or the destination is a folder.
     """
     target = file_to_write(destination)
+    state = read_state(source)
+    _warn_left_out(state, source)
     checkpoint = {
         key: portable(value, key)
-        for key, value in read_state(source).items()
+        for key, value in state.items()
         if not key.startswith("lightning_ptdp") and key not in TRAINING
     }
     checkpoint.setdefault("pytorch-lightning_version", importlib.metadata.version("lightning"))

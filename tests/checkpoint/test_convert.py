@@ -93,3 +93,12 @@ def test_folder_target_and_missing_source_are_refused(fitted):
         to_lightning_file(folder / "ours.ckpt", folder)
     with pytest.raises(CheckpointError, match="does not exist"):
         to_lightning_file(folder / "nothing", folder / "out.ckpt")
+
+
+def test_hyperparameters_left_out_are_named(tmp_path):
+    state = {"hyper_parameters": {"hidden": 8, "loss": torch.nn.L1Loss()}}
+    save(tmp_path / "c", {"w": torch.ones(2)}, state=state)
+    with pytest.warns(UserWarning, match=r"without these hyper_parameters.*loss \(a torch\.nn"):
+        to_lightning_file(tmp_path / "c", tmp_path / "single.ckpt")
+    found = torch.load(tmp_path / "single.ckpt", weights_only=True)
+    assert found["hyper_parameters"] == {"hidden": 8}
