@@ -138,9 +138,10 @@ class ModelSpace:
     def tensors(self, *, without: Collection[str] = (), to_write: bool = False) -> NamedTensors:
         """Return local parameters and persistent buffers under their global names.
 
-        Tied tensors are returned once, under the first of their names. Before the module is cut,
-        all of its tensors are returned. Quantized weights are left out: they are frozen, and
-        bitsandbytes converts them to other formats while it uses them.
+        Tied parameters are returned once, under the first of their names. A buffer that several
+        modules share has all its names, because another layout may part these modules. Before the
+        module is cut, all of its tensors are returned. Quantized weights are left out: they are
+        frozen, and bitsandbytes converts them to other formats while it uses them.
 
         Args:
             without: Entries of the module's state to leave out.
@@ -148,7 +149,7 @@ class ModelSpace:
         """
         parameters = self.part.parameters if self.is_cut else {}
         tensors: NamedTensors = {}
-        first_names: dict[int, str] = {}
+        first_of: dict[nn.Parameter, str] = {}
         if self.engine is not None:
             self.engine.gradients.parameters_needed()
         quantized = tuple(f"{name}." for name in quantized_parameters(self.module))
@@ -161,7 +162,7 @@ class ModelSpace:
                 tensors[managed.name] = (managed.held.detach(), managed.held_placement)
             elif (
                 managed is None
-                and first_names.setdefault(id(value), key) == key
+                and (not isinstance(value, nn.Parameter) or first_of.setdefault(value, key) == key)
                 and not (to_write and self._is_written_elsewhere(key))
             ):
                 tensors[key] = (value.detach(), Placement.replicated(tuple(value.shape)))

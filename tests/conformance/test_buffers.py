@@ -115,3 +115,25 @@ def test_replicas_keep_own_buffers_without_broadcast(conformance):
     shared = [rank["buffers"][-1]["mean"] for rank in with_broadcast]
     torch.testing.assert_close(own[0], shared[0])
     assert not torch.allclose(own[1], shared[1])
+
+
+class LitSharedTable(LitNet):
+    def __init__(self):
+        super().__init__()
+        table = torch.arange(3.0)
+        for layer in self.net:
+            layer.register_buffer("table", table)
+
+
+def _save_shared(rank, place, path):
+    trainer = make_trainer(place, max_steps=1)
+    trainer.fit(LitSharedTable(), loader(batch_size=4))
+    trainer.save_checkpoint(path)
+    return {*weights(trainer)}
+
+
+def test_buffer_of_several_stages_is_saved_under_all_names(conformance, tmp_path):
+    path = str(tmp_path / "c")
+    names = conformance.ranks(_save_shared, Place(world_size=2, layout=P2), path)[0]
+    module = LitSharedTable.load_from_checkpoint(path)
+    assert names == {*module.state_dict()}
