@@ -328,8 +328,9 @@ class _Numbers(CallMode):
     def are_stored(self, *, except_in: Crossing) -> bool:
         """Return True if a Python object other than the graph refers to one of them."""
         crossing = {id(tensor) for tensor in except_in.tensors}
-        left = [tensor for one in self._seen if (tensor := one()) is not None]
-        left = [tensor for tensor in left if id(tensor) not in crossing]
+        # Names bound here must not refer to a tensor by a cell, as those of a comprehension do.
+        alive = (one() for one in self._seen)
+        left = [one for one in alive if one is not None and id(one) not in crossing]
         referrers = [gc.get_referrers(tensor) for tensor in left]
         return any(
             not isinstance(one, FrameType) and one is not left

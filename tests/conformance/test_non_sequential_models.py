@@ -10,6 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
+from lightning_ptdp.pipeline.containers import ModelParts
+from lightning_ptdp.pipeline.dry_run import Rehearsal
 from tests.conformance.toys import P2, Place, make_trainer
 
 
@@ -173,6 +175,27 @@ class LitScored(LitSeries):
         for block in self.h:
             x = block(x)
         return x
+
+
+class LearnedNumber(nn.Module):
+    """Block with a learned number, whose function the graph keeps."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.gate = nn.Linear(4, 4), nn.Parameter(torch.zeros(()))
+
+    def forward(self, x):
+        return x + self.gate.sigmoid() * self.up(x)
+
+
+def test_learned_number_in_a_block_is_no_stored_loss():
+    Rehearsal(
+        model=nn.Sequential(*(LearnedNumber() for _ in range(4))),
+        parts=ModelParts(blocks=("",)),
+        ranges=((0, 2), (2, 4)),
+        collects=False,
+        pipeline_parallel_size=2,
+    ).on_examples()
 
 
 STORED = (
