@@ -16,6 +16,7 @@ and freed after every microbatch. Sums run while later buckets fill.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -72,6 +73,7 @@ class GradientBuckets:
     _overlapped: OverlappedReduction | None = None
     _waiting: deque[tuple[int, Callable[[], object]]] = field(default_factory=deque)
     _sums: list[tuple[Tensor, Group]] = field(default_factory=list)
+    _is_aside: bool = False
 
     def __post_init__(self) -> None:
         self._flat_of = {managed: flat for flat in self.flats for managed in flat.parameters}
@@ -132,6 +134,17 @@ class GradientBuckets:
         """Set ``.grad`` to None; the buffers keep the gradients."""
         for managed in self.parameters:
             managed.parameter.grad = None
+
+    @contextlib.contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Keep the gradients in this context, and drop those that it leaves."""
+        self.unset_grad()
+        self._is_aside = True
+        try:
+            yield
+        finally:
+            self._is_aside = False
+            self.set_grad()
 
     def expect(
         self, chunk: int | None, awaited: Iterable[Tensor] | None = None, *, last: bool = True
@@ -335,7 +348,8 @@ class GradientBuckets:
             self._overlapped.join()
 
     def _ran(self, parameter: nn.Parameter, *_: object) -> None:
-        self.complete(parameter)
+        if not self._is_aside:
+            self.complete(parameter)
 
     def _launch_full(self) -> None:
         """Start the reductions of expected full buckets, up to the first that is not full.

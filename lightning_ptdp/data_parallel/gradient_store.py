@@ -7,6 +7,7 @@ to. As with buckets, the gradients can be removed from ``.grad`` and kept.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -84,6 +85,13 @@ class GradientStore(Protocol):
 
     def unset_grad(self) -> None:
         """Set ``.grad`` to None and keep the gradients, so that nothing clears them."""
+
+    def set_aside(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context of a microbatch's step, which must not change the gradients.
+
+        The step may clear gradients, or run a backward of its own (adversarial samples). In one
+        process it finds none, and Lightning clears those that it leaves.
+        """
 
     def buckets(self) -> Iterable[Bucket]:
         """Return all buckets, in backward order within each chunk."""
@@ -211,6 +219,18 @@ class UnbucketedGradients(GradientStore):
             if parameter.grad is not None:
                 self._removed[parameter] = parameter.grad
                 parameter.grad = None
+
+    @contextlib.contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Keep the gradients in this context, and drop those that it leaves."""
+        kept = [(parameter, parameter.grad) for parameter in self._each()]
+        for parameter, _ in kept:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            for parameter, gradient in kept:
+                parameter.grad = gradient
 
     def finish(self, scale: float | None = None) -> None:
         """Complete the sums over other ranks, and scale."""

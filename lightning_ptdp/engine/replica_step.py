@@ -215,7 +215,14 @@ class LightningJob(StepJob):
             # The step may change its batch, but other stages and microbatches need theirs.
             batch = map_tensors(batch, Tensor.clone)
         loggers = self.loggers.replaced(is_last=is_last)
-        with self._kept_state(forward), recorder, loggers, self.context(), watched:
+        with (
+            self._kept_state(forward),
+            contextlib.nullcontext() if self.gradients is None else self.gradients.set_aside(),
+            recorder,
+            loggers,
+            self.context(),
+            watched,
+        ):
             output = step(batch, *self.arguments)
         self._calls[forward.microbatch] = recorder.calls
         return output
