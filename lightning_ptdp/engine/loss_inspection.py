@@ -89,16 +89,20 @@ def _warn_of_sum(part: str, parts: str) -> None:
     )
 
 
-def divided_sums(loss: Tensor, samples: int) -> list[tuple[int, float]]:
-    """Return the number of elements of each sum in a loss, and the number that divides it."""
+Sums = list[tuple[int, tuple[float, ...]]]
+"""Number of elements of each sum in a loss, and the numbers that divide it."""
+
+
+def divided_sums(loss: Tensor, samples: int) -> Sums:
+    """Return the sums in a loss that numbers divide."""
     return [
-        (_summed(node).numel(), 1 / abs(factor))
+        (_summed(node).numel(), tuple(1 / abs(factor) for factor in factors))
         for node, factors in _scaled_sums(loss.grad_fn, (), samples)
-        if factors and (factor := float(math.prod(factors, start=1.0)))
+        if factors and all(factors)
     ]
 
 
-def warn_of_constants(sums: Sequence[list[tuple[int, float]]], *, samples: int, total: int) -> None:
+def warn_of_constants(sums: Sequence[Sums], *, samples: int, total: int) -> None:
     """Warn of sums that are divided by a number of samples or values of the whole batch.
 
     Args:
@@ -108,10 +112,13 @@ def warn_of_constants(sums: Sequence[list[tuple[int, float]]], *, samples: int, 
     """
     if any(one != sums[0] for one in sums):
         return  # a number that the step counts
-    for size, divisor in sums[0]:
+    for size, divisors in sums[0]:
+        product = math.prod(divisors)
         of_batch = (total, size * len(sums))
         of_part = (samples, size)
-        if _is_near(divisor, of_batch) and not _is_near(divisor, of_part):
+        if _is_near(product, of_batch) and not any(
+            _is_near(divisor, of_part) for divisor in (product, *divisors)
+        ):
             _warn_of_sum("microbatch", "microbatches")
             return
 
@@ -167,7 +174,7 @@ def _scaled_sums(
         other = node._saved_other
         if other is None or other.numel() != 1:
             return
-        factor = float(other)
+        factor = float(other.detach())
         if name == "DivBackward0":
             factor = 1 / factor if factor else 0.0
         factors += (factor,)
@@ -332,15 +339,9 @@ def _before(node: Any) -> list[Any]:
 
 
 def _compares_samples(node: Any) -> bool:
-    """Return True for a cross-entropy over the samples themselves.
-
-    Each sample has one view, or two (as in NT-Xent, without the sample's own logit).
-    """
+    """Return True for a cross-entropy over the samples themselves."""
     if node.name() != "NllLossBackward0" or node._saved_self.dim() != 2:
         return False
     target: Tensor = node._saved_target
     rows, classes = node._saved_self.shape
-    samples = rows if classes == rows else rows // 2
-    if samples < 2 or classes not in (rows, rows - 1) or (classes < rows and rows % 2):
-        return False
-    return torch.equal(target, torch.arange(rows, device=target.device) % samples)
+    return rows == classes > 1 and torch.equal(target, torch.arange(rows, device=target.device))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from lightning_ptdp.base.torch_calls import CallMode, TorchCall, calling_line
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.engine.loss_inspection import (
     PAGE,
+    Sums,
     divided_sums,
     divisor_of,
     warn_of_constants,
@@ -45,6 +46,9 @@ _NAMES = (
 )
 _REDUCING = frozenset(_NAMES.split())
 """Functions that reduce dimensions."""
+_DISTANCES = frozenset(("cdist", "pdist"))
+_PAIRING = _DISTANCES | {"__matmul__", "cosine_similarity", "matmul", "mm"}
+"""Functions that may compare all pairs of samples."""
 _SHOWN = 3
 
 
@@ -179,7 +183,7 @@ class BatchInspection:
     divides_samples: bool
     watches: bool
     _divisors: list[Tensor | None] = field(default_factory=list, init=False)
-    _sums: list[list[tuple[int, float]]] = field(default_factory=list, init=False)
+    _sums: list[Sums] = field(default_factory=list, init=False)
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -191,7 +195,8 @@ class BatchInspection:
         if not self.watches or has_compiled_parts(self.module):
             yield
             return
-        reductions = _Reductions(self.sizes[0])
+        own = {*self.module.parameters(), *self.module.buffers()}
+        reductions = _Reductions(self.sizes[0], own=own)
         with reductions:
             yield
         if reductions.place is not None:
@@ -276,10 +281,11 @@ class _Reductions(CallMode):
         place: File, line and function.
     """
 
-    def __init__(self, samples: int) -> None:
+    def __init__(self, samples: int, *, own: Set[Tensor]) -> None:
         super().__init__()
         self.place: str | None = None
         self._samples = samples
+        self._own = own
         self._stacks = set[Tensor]()
 
     def observe_call(self, call: TorchCall) -> Any:
@@ -287,7 +293,9 @@ class _Reductions(CallMode):
         if self.place is not None:
             return call.run()
         if self._reduces(call) or self._compares(call):
-            self.place = f"{calling_line()} computes the {call.name}"
+            # Metrics add up the counts of microbatches and replicas.
+            line = calling_line(unless="torchmetrics")
+            self.place = None if line is None else f"{line} computes the {call.name}"
         result = call.run()
         if isinstance(result, Tensor) and self._is_stack(call, result):
             self._stacks.add(result)
@@ -299,18 +307,33 @@ class _Reductions(CallMode):
             return False
         dims = call.dims()
         x = call.first
-        if 0 not in dims or isinstance(x, nn.Parameter) or x in self._stacks:
+        if 0 not in dims or x in self._own or x in self._stacks:
             return False
         if len(dims) < x.dim():
             return len(x) == self._samples > 1
         return call.name in ORDERING and x.requires_grad and len(x) % self._samples == 0
 
     def _compares(self, call: TorchCall) -> bool:
-        """Return True for distances between a row of each sample and other rows like these."""
-        return call.name in ("cdist", "pdist") and all(
-            x.dim() == 2 and len(x) == self._samples > 1 and not isinstance(x, nn.Parameter)
-            for x in call.tensors()
-        )
+        """Return True for distances, products or cosines between the rows of samples.
+
+        Products and cosines are those of one or two views of the samples with themselves.
+        """
+        if call.name not in _PAIRING:
+            return False
+        tensors = list(call.tensors())
+        if self._samples < 2 or not self._own.isdisjoint(tensors):
+            return False
+        if call.name in _DISTANCES:
+            return all(x.dim() == 2 and len(x) == self._samples for x in tensors)
+        if len(tensors) != 2 or not tensors[0].requires_grad:
+            return False
+        x, y = tensors
+        if call.name == "cosine_similarity":
+            pairs = x.shape != y.shape
+        else:
+            pairs = x.dim() == 2 and y.shape == x.shape[::-1]
+        rows = x.shape[:-1].numel()
+        return pairs and _root(x) is _root(y) and rows in (self._samples, 2 * self._samples)
 
     def _is_stack(self, call: TorchCall, result: Tensor) -> bool:
         """Return True for rows of samples stacked along dimension 0, and for functions of these."""
@@ -324,3 +347,8 @@ class _Reductions(CallMode):
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_parameters()
     yield from module.named_buffers()
+
+
+def _root(x: Tensor) -> Tensor:
+    """Return the tensor of which ``x`` is a view, or ``x``."""
+    return x if x._base is None else x._base

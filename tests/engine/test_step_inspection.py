@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics.classification import MulticlassF1Score
 
 from lightning_ptdp.engine.loss_inspection import divisor_of, warn_of_loss, warn_of_slices
 from lightning_ptdp.strategy import PTDPStrategy
@@ -136,15 +137,42 @@ class LitDistances(LitPlain):
         return super().loss(prediction, y) - 0.1 * torch.cdist(prediction, y).mean()
 
 
+class LitProducts(LitPlain):
+    """Similarities of all pairs of samples, as supervised contrastive losses compute them."""
+
+    def loss(self, prediction, y):
+        rows = F.normalize(prediction)
+        return super().loss(prediction, y) + (rows @ rows.T).logsumexp(1).mean()
+
+
+class LitCosines(LitPlain):
+    """Similarities of all pairs of two views."""
+
+    def loss(self, prediction, y):
+        rows = torch.cat([prediction, -prediction])
+        cosines = F.cosine_similarity(rows[:, None], rows[None], dim=-1)
+        return super().loss(prediction, y) + cosines.logsumexp(1).mean()
+
+
+class LitPairs(LitPlain):
+    """Similarities of the two views of each sample, and products of each sample's features."""
+
+    def loss(self, prediction, y):
+        first, second = torch.cat([prediction, -prediction]).chunk(2)
+        products = torch.bmm(prediction[:, :, None], prediction[:, None])
+        return super().loss(first, y) + F.cosine_similarity(first, second).mean() + products.mean()
+
+
 class LitPrototypes(LitPlain):
     """Distances from as many prototypes as a microbatch has samples, and a largest weight."""
 
     def __init__(self):
         super().__init__()
         self.prototypes = nn.Parameter(torch.zeros(4, 4))
+        self.register_buffer("codes", torch.zeros(4, 4))
 
     def loss(self, prediction, y):
-        distances = torch.cdist(prediction, self.prototypes)
+        distances = torch.cdist(prediction, self.prototypes) + torch.cdist(prediction, self.codes)
         return distances.mean() + self.prototypes.abs().max() + distances.max(1).values.mean()
 
 
@@ -158,6 +186,18 @@ class LitTasks(LitPlain):
     def loss(self, prediction, y):
         losses = torch.stack([F.mse_loss(prediction, y), F.l1_loss(prediction, y)])
         return (0.5 * torch.exp(-self.uncertainty) * losses + self.uncertainty).sum()
+
+
+class LitMetric(LitPlain):
+    """A metric that counts the samples of each class."""
+
+    def __init__(self):
+        super().__init__()
+        self.score = MulticlassF1Score(num_classes=4)
+
+    def loss(self, prediction, y):
+        self.score.update(prediction, y.argmax(1))
+        return super().loss(prediction, y)
 
 
 class LitSumOfTasks(LitPlain):
@@ -273,6 +313,14 @@ class LitConstantFactor(LitPlain):
         return 0.03125 * (prediction - y).square().sum() + 0.1 * prediction.mean()
 
 
+class LitDivergence(LitPlain):
+    """A sum with a factor, divided by the number of samples, as in the loss of VAEs."""
+
+    def loss(self, prediction, y):
+        divergence = -0.5 * (prediction - prediction.exp()).sum()
+        return (F.mse_loss(prediction, y, reduction="sum") + divergence) / len(y)
+
+
 class LitPenalty(LitPlain):
     """Small sums that are not over samples."""
 
@@ -319,8 +367,13 @@ CASES = {
     LitWorst: "the loss is the maximum over one microbatch",
     LitMedian: "the loss is the median over one microbatch",
     LitDistances: "test_step_inspection.py, line",
+    LitProducts: "test_step_inspection.py, line",
+    LitCosines: "test_step_inspection.py, line",
+    LitPairs: None,
+    LitDivergence: None,
     LitPrototypes: None,
     LitTasks: None,
+    LitMetric: None,
     LitSumOfTasks: None,
     LitStack: None,
     LitPerSample: "the loss is a sum",
@@ -341,7 +394,7 @@ CASES = {
     LitIgnoring: "the loss is divided by a number that differs between microbatches",
     LitIgnoringOther: "the loss is divided by a number that differs between microbatches",
     LitContrastive: "the loss compares samples within their microbatch",
-    LitTwoViews: "the loss compares samples within their microbatch",
+    LitTwoViews: "test_step_inspection.py, line",
 }
 
 
@@ -365,7 +418,7 @@ def test_microbatch_dependent_pipeline_step_warns_once(kind, pool):
 
 
 @pytest.mark.parametrize(
-    "kind", [LitPlain, LitCarried, LitSum, LitContrastive, LitTwoViews, LitNormalized]
+    "kind", [LitPlain, LitCarried, LitMetric, LitSum, LitContrastive, LitTwoViews, LitNormalized]
 )
 @pytest.mark.parametrize("layout", [{}, {"shard": "optimizer"}], ids=["d2", "sharded"])
 def test_replica_dependent_step_warns_once(kind, layout, pool):
