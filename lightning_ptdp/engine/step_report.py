@@ -155,6 +155,11 @@ class LogRecorder:
                 "reduce_fx",
                 "enable_graph",
                 "sync_dist",
+                "sync_dist_group",
+                "add_dataloader_idx",
+                "batch_size",
+                "metric_attribute",
+                "rank_zero_only",
             )
             kwargs.update(zip(names, args, strict=False))
         keeps_graph = not isinstance(value, Tensor) or kwargs.get("enable_graph", False)

@@ -1,9 +1,12 @@
 """Tests of the report that the last stage shares with every stage."""
 
+from inspect import signature
+
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch import LightningModule
 
 from lightning_ptdp.engine.sharing import ReportSharing
 from lightning_ptdp.engine.step_report import (
@@ -125,6 +128,13 @@ def test_unsupported_logged_value_is_refused(value):
     for good in (1, 2.0, True, torch.ones(()), torch.ones(1), np.float32(3)):
         recorder("loss", good)
     assert len(recorder.calls) == 6
+
+
+def test_positional_options_have_lightnings_order():
+    recorder = LogRecorder(object())
+    options = list(signature(LightningModule.log).parameters)[3:]
+    recorder("loss", 1.0, *options)
+    assert recorder.calls == [LogCall("loss", 1.0, {name: name for name in options})]
 
 
 def test_sample_mean_is_weighted_by_batch_size_not_by_tokens():
