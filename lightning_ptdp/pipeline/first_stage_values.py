@@ -23,7 +23,10 @@ from lightning_ptdp.shims.torch import storage_key
 _INSTEAD = "_ptdp_instead"
 _WRITES = frozenset({"__iadd__", "__isub__", "__imul__", "__itruediv__"})
 _READS = frozenset(
-    {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__reduce_ex__"}
+    {
+        *("item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "__bool__"),
+        *("__contains__", "__int__", "__float__", "__index__", "__reduce_ex__"),
+    }
 )
 
 
