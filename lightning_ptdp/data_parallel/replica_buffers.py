@@ -14,13 +14,17 @@ from torch import Tensor, nn
 from lightning_ptdp.data_parallel.gradient_sums import flattened
 from lightning_ptdp.world.mesh import Group
 
+Place = tuple[dict[str, Tensor | None], str, Tensor]
+"""The buffers of a module, the name of one of them, and its tensor."""
+
 
 class ReplicaBuffers:
     """The buffers of this rank's part of a module, broadcast from the first replica.
 
     torch's DDP does the same. The shapes are those at construction. A buffer that is later bound to
     a tensor of another form, possibly on one replica only, is left out of the broadcast. Its first
-    tensor takes its place there.
+    tensor takes its place there. An expanded tensor is left out too: it is a constant, because
+    nothing can write to it.
 
     Args:
         module: This rank's part of the LightningModule.
@@ -33,7 +37,10 @@ class ReplicaBuffers:
             id(buffer): (child._buffers, key, buffer)
             for child in module.modules()
             for key, buffer in child._buffers.items()
-            if buffer is not None and buffer.layout is torch.strided and buffer.numel()
+            if buffer is not None
+            and buffer.layout is torch.strided
+            and buffer.numel()
+            and not _overlaps(buffer)
         }
         self._places = sorted(places.values(), key=lambda place: str(place[2].dtype))
 
@@ -42,8 +49,11 @@ class ReplicaBuffers:
         if self._group.size == 1 or not self._places:
             return
         with torch.no_grad():
-            buffers = [_current(registry.get(key), first) for registry, key, first in self._places]
-            for _, run in groupby(buffers, key=lambda buffer: (buffer.dtype, buffer.device)):
+            places = [
+                (registry, key, _current(registry.get(key), first))
+                for registry, key, first in self._places
+            ]
+            for _, run in groupby(places, key=lambda place: (place[2].dtype, place[2].device)):
                 _broadcast(list(run), self._group)
 
 
@@ -54,10 +64,23 @@ def _current(buffer: Tensor | None, first: Tensor) -> Tensor:
     return buffer if form == (first.shape, first.dtype, first.device) else first
 
 
-def _broadcast(buffers: list[Tensor], group: Group) -> None:
-    flat, values = flattened(buffers)
+def _broadcast(places: list[Place], group: Group) -> None:
+    flat, values = flattened([buffer for _, _, buffer in places])
     # As bytes, because no backend supports every dtype.
     dist.broadcast(flat.view(torch.uint8), group.ranks[0], group=group.handle)
-    if group.rank:
-        for buffer, value in zip(buffers, values, strict=True):
+    if not group.rank:
+        return
+    for (registry, key, buffer), value in zip(places, values, strict=True):
+        # Lightning's validation runs in inference mode (not with gloo), and nothing can write to a
+        # tensor that it has made once it has ended.
+        if not _overlaps(buffer) and not buffer.is_inference():
             buffer.copy_(value)
+        elif registry.get(key) is buffer:
+            registry[key] = value.clone()
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    """Return True if elements of an expanded tensor share memory."""
+    return any(
+        size > 1 and not step for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+    )
