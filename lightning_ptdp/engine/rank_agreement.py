@@ -183,6 +183,8 @@ class RankAgreement:
             if none does.
         expected_tokens: Expected number of tokens in a replica's batch, the largest of all
             replicas.
+        awaits_counts: Numbers of microbatches must be compared before the step. A GPU reports them
+            one batch later, when replicas with other numbers already wait for each other.
     """
 
     mesh: ProcessMesh
@@ -190,8 +192,10 @@ class RankAgreement:
     device: torch.device
     joined_by: str
     expected_tokens: int = 0
+    awaits_counts: bool = False
     _is_uneven: bool = False
     _warned: bool = False
+    _count: int | None = None
 
     def collect(self, batch: Nested, *, training: bool) -> Tensor | None:
         """Return the numbers whose maximum over ranks ``take`` expects.
@@ -211,6 +215,9 @@ class RankAgreement:
                 sizes = self.sizes(batch)
             except ValueError:  # the step itself refuses such a batch
                 sizes = ()
+            changed = self._count not in (None, len(sizes))
+            self.awaits_counts = changed and self.joined_by != "" and self.device.type == "cuda"
+            self._count = len(sizes)
             tokens = expected_tokens(batch, sum(sizes))
             # A batch that the step refuses has no microbatches, and changes neither maximum.
             counts = [tokens, len(sizes), -len(sizes) or _NOTHING]
@@ -226,14 +233,9 @@ class RankAgreement:
                 replicas that must compute equally many microbatches do not.
         """
         if training and numbers:
-            *numbers, self.expected_tokens, many, few, most, least = numbers
+            self.compare_counts(numbers)
+            *numbers, self.expected_tokens, _, _, most, least = numbers
             self.note_spread((most, least))
-            if self.joined_by and many and many != -few:
-                raise BatchMismatchError(
-                    f"the replicas' batches have between {-few} and {many} microbatches, but with "
-                    f"{self.joined_by} the replicas communicate in every microbatch. Give every "
-                    "replica batches of the same size, as DistributedSampler does"
-                )
         for replica, (high, low) in enumerate(zip(numbers[::2], numbers[1::2], strict=True)):
             if high != -low:  # otherwise training would silently give meaningless results
                 raise BatchMismatchError(
@@ -242,6 +244,20 @@ class RankAgreement:
                     "trainer.strategy.distributed_sampler_kwargs (replica number and count) "
                     "instead of the global rank, and seed shuffling and augmentation by the replica"
                 )
+
+    def compare_counts(self, numbers: Sequence[int]) -> None:
+        """Compare the replicas' numbers of microbatches, given the maxima of a training batch.
+
+        Raises:
+            BatchMismatchError: They differ, but must not.
+        """
+        *_, many, few, _, _ = numbers
+        if self.joined_by and many and many != -few:
+            raise BatchMismatchError(
+                f"the replicas' batches have between {-few} and {many} microbatches, but with "
+                f"{self.joined_by} the replicas communicate in every microbatch. Give every "
+                "replica batches of the same size, as DistributedSampler does"
+            )
 
     def collect_alone(self, batch: Nested, sizes: Sequence[int]) -> Tensor | None:
         """Return the spread of labels for a single process; None after the warning was issued."""

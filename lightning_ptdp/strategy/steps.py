@@ -266,6 +266,10 @@ class StepHooks(CheckpointHooks):
             # raised outside: nothing has failed, and all ranks can still save
             raise KeyboardInterrupt
         agreement.take(maxima, training=training)
+        if training and group is not None and agreement.awaits_counts:
+            # Only replicas whose number has changed wait here.
+            with self._during("comparing the batches of step"):
+                agreement.compare_counts(self.run.stop_request.newest(group))
 
     def _during(self, action: str) -> Context:
         """Return a context that shows this rank's action to ranks that wait for it."""

@@ -105,10 +105,13 @@ class StopRequest:
         event = torch.cuda.Event()
         latest = maxima.to("cpu", non_blocking=True), event
         event.record()
-        earlier, event = self._agreed.get(group, latest)
+        earlier = self._agreed.get(group, latest)
         self._agreed[group] = latest
-        event.synchronize()
-        return [int(number) for number in earlier.tolist()]
+        return _read(*earlier)
+
+    def newest(self, group: dist.ProcessGroup) -> list[int]:
+        """Wait for the maxima of the last call of ``agree`` on a GPU, and return them."""
+        return _read(*self._agreed[group])[1:]
 
     def _register(self) -> None:
         """Register the handlers after Lightning's own.
@@ -125,6 +128,11 @@ class StopRequest:
             if self._trainer.strategy.launcher is not None:
                 # Forward the signal to the processes that this one started.
                 self._trainer.strategy.launcher.kill(signum)
+
+
+def _read(copy: Tensor, copied: torch.cuda.Event) -> list[int]:
+    copied.synchronize()
+    return [int(number) for number in copy.tolist()]
 
 
 @contextlib.contextmanager

@@ -1,15 +1,19 @@
 """Replicas that read unequal amounts of data, or get a signal while only one of them is busy."""
 
+import contextlib
 import os
 import signal
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from lightning_ptdp.data_parallel import reduction
 from tests.conformance.blocks import LAYOUTS, LENGTH, VOCABULARY, LitBlocks, batches
 from tests.conformance.toys import Place, make_trainer, weights
+from tests.fake_cuda import fake_cuda
 
 SHARDED = {
     shard: Place(world_size=2, layout={"num_microbatches": 4, "shard": shard})
@@ -57,6 +61,39 @@ def test_replicas_with_unequal_microbatches_train_or_are_refused(shard, pool):
     for message in messages:
         assert message.startswith("BatchMismatchError: the replicas' batches have between 2 and 4")
         assert f"shard='{shard}'" in message
+
+
+def fit_unequal_on_gpu(rank, samples):
+    place = Place(
+        world_size=2,
+        layout={
+            **SHARDED["gradients"].layout,
+            "process_group_backend": "gloo",
+            "timeout_s": 10,
+        },
+    )
+    rows = torch.randint(0, VOCABULARY, (16, LENGTH + 1))
+    loader = DataLoader(rows, batch_sampler=[[0, 1, 2, 3], [*range(4, 4 + samples[rank])]])
+    gpu = {"accelerator": "gpu", "use_distributed_sampler": False, "max_epochs": 1}
+    message = ""
+    # A step that fails leaves reductions in progress. NCCL does not use gloo's replacements of two
+    # collectives.
+    with (
+        contextlib.suppress(AssertionError),
+        fake_cuda(rank),
+        mock.patch.object(reduction, "_is_gloo", return_value=False),
+    ):
+        message = error_of(lambda: make_trainer(place, **gpu).fit(LitBlocks(), loader))
+    return message
+
+
+def test_gpu_refuses_unequal_microbatches_before_step(pool):
+    """Other numbers are reported one batch later, but the replicas would then wait for each other."""
+    changed, other = pool.run(fit_unequal_on_gpu, world_size=2, args=((2, 4),))
+    assert changed.startswith("BatchMismatchError: the replicas' batches have between 2 and 4")
+    assert "rank 0" in other
+    assert "BatchMismatchError" in other
+    assert pool.run(fit_unequal_on_gpu, world_size=2, args=((2, 2),)) == ["", ""]
 
 
 class LitGraphs(LitBlocks):
