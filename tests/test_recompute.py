@@ -4,9 +4,11 @@ This includes dropout, tensor parallelism and autocast.
 """
 
 import copy
+import gc
 import pickle
 import weakref
 from contextlib import contextmanager, nullcontext
+from unittest import mock
 
 import pytest
 import torch
@@ -27,6 +29,7 @@ from lightning_ptdp.pipeline.discover import find_parts
 from lightning_ptdp.pipeline.stage import PipelineCut
 from lightning_ptdp.tensor_parallel import ParallelPlan
 from tests.errors import raises_with
+from tests.fake_cuda import fake_cuda
 from tests.memory import kept_bytes
 from tests.tensor_parallel.sharded import apply_plan
 from tests.tensor_parallel.toy import counted_collectives, tensor_group
@@ -289,6 +292,40 @@ class Observed(nn.Module):
     @property
     def lives(self):
         return [not made.expired() for made in self.made]
+
+
+def _empty(*args, pin_memory=False, empty=torch.empty, **kwargs):
+    """Return an empty tensor; only GPUs have page-locked memory."""
+    return empty(*args, **kwargs)
+
+
+@pytest.mark.parametrize(("fetched", "recorded"), [(0, 0), (1, 4)], ids=["used", "unused"])
+def test_fetched_storages_are_free_as_soon_as_stream_waits(fetched, recorded):
+    """Memory with ``record_stream`` is free only when the device is done, and the host runs ahead.
+
+    It is needed only for storages that no backward uses.
+    """
+    torch.manual_seed(0)
+    model = nn.ModuleList(Observed(16) for _ in range(3))
+    apply_recomputation(model, policy="offload", blocks="")
+    calls = []
+    with fake_cuda(0), mock.patch.object(torch, "empty", _empty):
+        model.cuda()
+        record = torch.Tensor.record_stream
+        noted = mock.patch.object(
+            torch.Tensor, "record_stream", lambda *used: (calls.append(used), record(*used))
+        )
+        inputs = [torch.randn(8, 16).cuda().requires_grad_()]
+        shared = torch.rand(64).cuda()
+        for block in model:
+            inputs.append(block(inputs[-1], shared))
+        with noted:
+            torch.autograd.grad(inputs[-1].sum(), inputs[2 * fetched])
+            inputs.clear()
+            del model, block
+            gc.collect()
+        assert len(calls) == recorded
+        calls.clear()  # while the GPU exists
 
 
 @pytest.mark.parametrize("layers", [None, 2])

@@ -21,8 +21,8 @@ On CUDA a copy is only queued. No tensor is overwritten while it is copied, for 
   ``record_stream`` instead, memory would be freed only at the host's next check, and the host runs
   ahead by a whole forward.)
 - From the host: the computing stream allocates the memory, and the copying stream waits for that.
-  ``record_stream`` prevents reuse of the memory before the end of the copy, even if no backward
-  uses it. A backward that uses it waits for the copy.
+  The memory is held until a backward makes the computing stream wait for the copy. If none does,
+  ``record_stream`` prevents reuse of the memory before the end of the copy.
 - Pinned memory comes from torch's pool. The pool reuses freed memory only after the copies queued
   before are finished. It rounds sizes up to powers of two, and keeps the memory until the process
   ends.
@@ -186,6 +186,7 @@ class _Block:
     stream: torch.cuda.Stream | None
     _storages: dict[tuple[int, int], weakref.ref[_Storage]] = field(default_factory=dict)
     _leaving: list[_Storage] = field(default_factory=list)
+    _arriving: list[_Storage] = field(default_factory=list)
     _wanted: bool = False
     _done: torch.cuda.Event | None = None
 
@@ -214,6 +215,7 @@ class _Block:
         self.fetch()
         if self._done is not None:
             torch.cuda.current_stream(self.staying.device).wait_event(self._done)
+        self._arriving = []
         if self.before is not None:
             self.before.fetch()
         return saved.tensor()
@@ -256,8 +258,14 @@ class _Block:
             for storage in missing:
                 assert storage.host is not None
                 storage.on_device.copy_(storage.host, non_blocking=True)
-                if self.stream is not None:
-                    storage.on_device.record_stream(self.stream)
+        self._arriving = missing
+
+    def __del__(self) -> None:
+        """Let the copies end that no backward has waited for."""
+        if self.stream is None:
+            return
+        for storage in self._arriving:
+            storage.on_device.record_stream(self.stream)
 
     def _alive(self) -> list[_Storage]:
         return [

@@ -165,8 +165,6 @@ class Bucket:
     def _add(self, gradients: Tensor) -> None:
         """Add this rank's part of summed gradients to the buffer."""
         self.buffer.add_(self.reduction.mine(gradients))
-        if gradients.is_cuda:  # allocated on another stream; keep it until this one has read it
-            gradients.record_stream(torch.cuda.current_stream(gradients.device))
 
     def mine(self) -> Tensor:
         """Return the part of the buffer that holds the sums after ``finish``."""

@@ -343,9 +343,9 @@ class GradientBuckets:
 
     def _join(self) -> None:
         """Wait for the reductions in progress."""
-        self._waiting.clear()
         if self._overlapped is not None:
             self._overlapped.join()
+        self._waiting.clear()  # not earlier: it holds memory that the reductions use
 
     def _ran(self, parameter: nn.Parameter, *_: object) -> None:
         if not self._is_aside:

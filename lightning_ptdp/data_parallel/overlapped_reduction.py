@@ -20,7 +20,7 @@ waits.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from queue import SimpleQueue
 
@@ -78,11 +78,14 @@ class OverlappedReduction:
         self._open.append(pending)
         for reduction in reversed(self._open):
             reduction.advance()
+        self._line.keep([reduction for reduction in self._open if reduction.is_done])
         self._open = [reduction for reduction in self._open if not reduction.is_done]
 
     def _drain(self) -> None:
-        while self._open:
-            self._open.pop(0).wait()
+        for reduction in self._open:
+            reduction.wait()
+        self._line.keep(self._open)
+        self._open = []
 
 
 # ---- Queues that run tasks in order, concurrently with the computation --------------------------
@@ -92,13 +95,16 @@ class _Stream:
     """A CUDA stream.
 
     Memory that a task allocates belongs to the stream, and becomes free when the stream has passed
-    the task's end.
+    the task's end. Memory of other streams is held until later computation waits for the tasks that
+    use it. (With ``record_stream`` instead, it would be free only when the device has passed them,
+    and the host runs ahead by a whole backward.)
     """
 
     has_host = False
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
+        self._used: list[PendingReduction] = []
 
     def run(self, task: Callable[[], None]) -> None:
         """Run ``task`` after the previous tasks and after the work computed so far."""
@@ -109,11 +115,23 @@ class _Stream:
     def mark(self) -> Callable[[], object]:
         """Return a function that orders later computation after the tasks queued so far."""
         event = self._stream.record_event()
-        return lambda: torch.cuda.current_stream(self._stream.device).wait_event(event)
+        used = self._used
+        self._used = []
+
+        def wait() -> None:
+            torch.cuda.current_stream(self._stream.device).wait_event(event)
+            used.clear()
+
+        return wait
+
+    def keep(self, done: Iterable[PendingReduction]) -> None:
+        """Hold the memory of reductions that are done, as described above."""
+        self._used += done
 
     def join(self) -> None:
         """Order all later computation after the queued tasks."""
         torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        self._used = []
 
     def close(self) -> None:
         """Do nothing: a stream needs no release."""
@@ -142,6 +160,9 @@ class _Thread:
         done = threading.Event()
         self._tasks.put(done)
         return done.wait
+
+    def keep(self, done: Iterable[PendingReduction]) -> None:
+        """Do nothing: what is done uses no memory."""
 
     def join(self) -> None:
         self.mark()()

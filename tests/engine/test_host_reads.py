@@ -273,6 +273,21 @@ def test_tokens_are_summed_before_gradients(pool):
         assert sums[tokens:].count((False, torch.float64)) == 3
 
 
+def _recorded(rank, size, options):
+    """Return the number of tensors that ``record_stream`` holds until the device is done."""
+    with mock.patch("tests.fake_cuda._Streams.recorded") as recorded:
+        fit(rank, size, options, {})
+    return recorded.call_count
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_sharded_gradients_are_free_as_soon_as_stream_waits(nodes, pool):
+    """The host runs ahead, so that it would allocate the gradients of several microbatches."""
+    options = {"shard": "gradients", "num_microbatches": 2, "data_parallel_replicas": nodes}
+    size = 2 * nodes
+    assert not any(pool.run(_recorded, world_size=size, args=(size, options)))
+
+
 @pytest.mark.parametrize("name", ["one m4", "d4", "p2 d2 ZB-V"])
 def test_user_module_waits_for_device_at_most_once(name, pool):
     size, options, _ = LAYOUTS[name]
