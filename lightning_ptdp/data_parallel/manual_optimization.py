@@ -92,7 +92,8 @@ class ManualGradients:
 
     def _average(self, parameters: Sequence[nn.Parameter]) -> None:
         lacking = [parameter.grad is None for parameter in parameters]
-        counts = torch.tensor([float(not lacks) for lacks in lacking], device=self.device)
+        found = torch.tensor([float(not lacks) for lacks in lacking])
+        counts = found.to(self.device, non_blocking=True)
         dist.all_reduce(counts, group=self.group.handle)
         # Read the counts only if needed: a parameter that no replica used keeps None, so that its
         # optimizer skips it.

@@ -79,7 +79,7 @@ LAYOUTS = {
 ALLOWED = {
     ("engine/step_report.py read_numbers", "tolist"),  # on ranks with the last stage
     ("engine/sharing.py share", "tolist"),  # on other ranks
-    ("strategy/stopping.py _agree", "synchronize"),  # if nothing is read: for the last batch
+    ("strategy/stopping.py _read", "synchronize"),  # if nothing is read: for the last batch
 }
 
 
@@ -110,6 +110,18 @@ class LitTokens(pl.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class LitManual(LitTokens):
+    """A module with manual optimization."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.layers(batch["input_ids"].float()[:, :4]).square().mean())
+        optimizer.step()
 
 
 class LitLlama(pl.LightningModule):
@@ -223,7 +235,7 @@ def _fit(rank, size, options, settings, module):
             limit_train_batches=3,
             limit_val_batches=2,
             num_sanity_val_steps=0,
-            gradient_clip_val=0.5,
+            gradient_clip_val=0.5 if module is not LitManual else None,
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
@@ -292,6 +304,10 @@ def test_sharded_gradients_are_free_as_soon_as_stream_waits(nodes, pool):
 def test_user_module_waits_for_device_at_most_once(name, pool):
     size, options, _ = LAYOUTS[name]
     _check(pool.run(fit, world_size=size, args=(size, options, {}, LitTokens)))
+
+
+def test_manual_optimization_waits_for_device_at_most_once(pool):
+    _check(pool.run(fit, world_size=2, args=(2, {}, {}, LitManual)))
 
 
 @pytest.mark.parametrize(
