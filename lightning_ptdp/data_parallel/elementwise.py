@@ -320,8 +320,10 @@ def equivalent_optimizer(
 
 
 def _closure() -> Any:
-    """Return a loss in place of Lightning's closure, which has already been called."""
-    return torch.zeros(())
+    """Return a loss in place of Lightning's closure, which has already been called.
+
+    It is not 0, because some optimizers multiply their step by it."""
+    return torch.ones(())
 
 
 def constructed_state(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -133,6 +133,18 @@ class Adapting(Optimizer):
             parameter.sub_(group["lr"] * group["d"] * parameter.grad.sign())
 
 
+class Polyak(_Custom):
+    """Steps by the loss divided by the squared norm of all gradients (arXiv 1906.05661)."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = closure()
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        square = sum(float(p.grad.square().sum()) for p in parameters)
+        for parameter in parameters:
+            parameter.sub_(loss / square * parameter.grad)
+
+
 class Noisy(_Custom):
     """Adds small random numbers."""
 
@@ -182,6 +194,7 @@ MIXING = [
     *((Clipping, cut, "differs from that of the full parameter") for cut in (FLAT, ROWS, COLUMNS)),
     (Clipping, STAGES, "Trainer(gradient_clip_val=...)"),
     *((Adapting, cut, "differs") for cut in ALL),
+    *((Polyak, cut, "differs") for cut in ALL),
     *((Noisy, cut, "it draws random numbers") for cut in ALL),
 ]
 
