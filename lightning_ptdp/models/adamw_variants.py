@@ -49,13 +49,14 @@ class MuonWithAdamW(Optimizer):
         self._adamw = torch.optim.AdamW(
             [vector], lr=lr, betas=betas, eps=eps, weight_decay=weight_decay
         )
-        complete = [
-            {"muon": False} | (self._muon if group.get("muon") else self._adamw).defaults | group
-            for group in groups
-        ]
         self._muon.param_groups = []
         self._adamw.param_groups = []
-        super().__init__(complete, {})
+        super().__init__(groups, {})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; without ``"muon": True``, AdamW updates it."""
+        inner = self._muon if param_group.get("muon") else self._adamw
+        super().add_param_group({"muon": False} | inner.defaults | param_group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -166,3 +166,12 @@ def test_closure_is_evaluated_with_gradients():
 
     assert float(optimizer.step(closure)) == 4.0
     assert not torch.equal(weight, torch.ones(2, 2))
+
+
+def test_added_group_gets_options_of_its_optimizer():
+    matrix, vector = (nn.Parameter(torch.ones(shape)) for shape in ((2, 2), (2,)))
+    optimizer = MuonWithAdamW([{"params": [matrix], "muon": True}], lr=0.1)
+    optimizer.add_param_group({"params": [vector], "lr": 0.5})
+    vector.grad = torch.ones(2)
+    optimizer.step()
+    assert float(vector[0]) == pytest.approx(1 * (1 - 0.5 * 0.1) - 0.5)
