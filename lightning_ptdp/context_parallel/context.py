@@ -177,8 +177,8 @@ class ContextParallel(Surrounding):
             ),
             refused_positions=lambda call: ContextParallelError(
                 f"{call}, but each of {self.group.size} context ranks has a slice of {tokens} "
-                "tokens. Add a parameter position_ids to the module's forward, and use "
-                "these positions. Or use context_parallel_size=1"
+                "tokens. Add a parameter position_ids to the module's forward, or position_ids "
+                "(b, s) to the batch, and use these positions. Or use context_parallel_size=1"
             ),
             sizes=self._sizes,
             allowed=("sum", "mean", "__getitem__", *ATTENTION),

@@ -202,7 +202,9 @@ class SliceInputs:
             shifted = arguments.get("shift_labels")
             if not isinstance(shifted, Tensor):
                 shifted = added["shift_labels"] = self._shift(labels)
-            self.shifted_targets = (shifted != _IGNORED_LABEL).sum()
+            # Otherwise the loss is divided by a number that the step has counted in its own slice.
+            if arguments.get("num_items_in_batch") is None:
+                self.shifted_targets = (shifted != _IGNORED_LABEL).sum()
         # A positional argument is replaced in place; all other values become keywords.
         places = tuple(added.pop(name, value) for name, value in zip(named, args, strict=False))
         return (*places, *args[len(named) :]), {**kwargs, **added}

@@ -150,8 +150,10 @@ class TokenMixing(CallMode):
             self._refuse(line, call, warns=warns)
         elif self._loses_tokens(call, result):
             self._refuse(line, call)
-        elif self.tokens not in self._sizes and self._positions.are_used(call, result, self.tokens):
-            raise self._refused_positions(f"{line} counts positions from 0 ({call.name})")
+        elif self.tokens not in self._sizes:
+            counted = self._positions.counted_at(line, call, result, self.tokens)
+            if counted is not None:
+                raise self._refused_positions(f"{counted} counts positions from 0 ({call.name})")
         return result
 
     def _refuse(self, line: str, call: TorchCall, *, warns: bool = False) -> None:

@@ -61,6 +61,14 @@ class Stored(Embedded):
         return x + self.places(self.position_ids[:, : x.size(1)])
 
 
+class Counted(Embedded):
+    """Positions of the tokens that are not padding, as Hugging Face's users compute them."""
+
+    def forward(self, x):
+        mask = torch.ones(x.shape[:2], dtype=torch.long)
+        return x + self.places((mask.cumsum(-1) - 1).masked_fill(mask == 0, 1))
+
+
 class Rotary(nn.Module):
     def forward(self, x):
         angles = torch.outer(torch.arange(x.size(1)).float(), torch.logspace(0, -2, WIDTH))
@@ -84,10 +92,12 @@ class Masked(nn.Module):
 
     def forward(self, x):
         places = torch.arange(x.size(1))
-        return x * (places[:, None] >= places[:1]) + x[:, places] * 0
+        documents = torch.zeros(x.shape[:2], dtype=torch.bool).cumsum(-1)
+        is_first = (documents == documents[:1, :1]).unsqueeze(-1)
+        return x * (places[:, None] >= places[:1]) * is_first + x[:, places] * 0
 
 
-COUNTING = (Sinusoids, Learned, Embedded, Stored, Rotary)
+COUNTING = (Sinusoids, Learned, Embedded, Stored, Counted, Rotary)
 HARMLESS = (Segments, Masked)
 
 

@@ -163,6 +163,32 @@ def test_hugging_face_model_matches_single_process(pool, name):
     pool.run(_train_step, world_size=2, args=(name,))
 
 
+def _train_with_number_of_labels(rank):
+    group = context_group(rank)
+    torch.manual_seed(0)
+    model = make_model("llama").double()
+    parallel, batch = ContextParallel(group=group), make_batch(None)
+
+    def loss_of(part, start):
+        count = (part["labels"][:, start:] != -100).sum()
+        return model(**part, num_items_in_batch=count).loss
+
+    with sliced(parallel, model, batch) as running:
+        local = loss_of(running.batch, start=0)
+    local = weighted(running, local).detach() / group.size
+    dist.all_reduce(local, group=group.handle)
+    assert_close(local, loss_of(batch, start=0).detach())
+    with (
+        pytest.raises(ContextParallelError, match="takes tokens"),
+        sliced(parallel, model, batch) as running,
+    ):
+        loss_of(running.batch, start=1)
+
+
+def test_number_of_labels_that_divides_loss_matches_single_process_or_is_refused(pool):
+    pool.run(_train_with_number_of_labels, world_size=2)
+
+
 def _refusals(rank):
     group, messages = context_group(rank), []
     for name, change in (("mistral", {}), ("llama", {"attn_implementation": "eager"})):
