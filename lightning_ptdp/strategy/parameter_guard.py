@@ -41,7 +41,7 @@ from lightning_ptdp.strategy.user_frames import (
     LIBRARIES,
     collectives_in,
     frames,
-    is_called_by_this_package,
+    is_allowed_loop,
     is_saved,
     names_in,
     refusing_world_collectives,
@@ -283,7 +283,7 @@ def _named_parameters(
             "of its pipeline stage, which need not match. Use pipeline_parallel_size=1"
         )
     yield from type(module).named_parameters(module, *args, **kwargs)
-    if guard.hook is not None and recurses and not is_called_by_this_package():
+    if guard.hook is not None and recurses and not is_allowed_loop():
         raise guarded.refusal("parameters()")
 
 

@@ -15,7 +15,7 @@ from lightning_ptdp.base.torch_calls import is_mode_frame, outer_frames
 from lightning_ptdp.forward.own_forward import HookedForward
 
 TRAINERS = ("lightning", "pytorch_lightning", "lightning_ptdp")
-LIBRARIES = (*TRAINERS, "torchmetrics", "transformers")
+LIBRARIES = (*TRAINERS, "peft", "torchmetrics", "transformers")
 _GUARD = (__name__, "lightning_ptdp.strategy.parameter_guard")
 _SAVES = {"save", "save_file", "save_model", "dump"}
 """Names of functions that save a state."""
@@ -41,9 +41,13 @@ def running_module() -> nn.Module | None:
     return None
 
 
-def is_called_by_this_package() -> bool:
-    """Return True if code of this package, such as a save in a step, loops over parameters."""
-    return next(package for package, _ in frames() if package != "torch") == "lightning_ptdp"
+def is_allowed_loop() -> bool:
+    """Return True if this package or peft loops over parameters.
+
+    This package does so in a save in a step, and peft before it switches adapters off.
+    """
+    caller = next(package for package, _ in frames() if package != "torch")
+    return caller in ("lightning_ptdp", "peft")
 
 
 def is_saved() -> bool:

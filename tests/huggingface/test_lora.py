@@ -204,6 +204,23 @@ class Tuned(LitHuggingFace):
             )
 
 
+class AgainstBase(LitHuggingFace):
+    """Stays near the model without its adapters, as in DPO with peft's own switch."""
+
+    def training_step(self, batch, batch_idx):
+        inputs = {"input_ids": batch["input_ids"]}
+        with torch.no_grad(), self.model.disable_adapter():
+            base = self.model(**inputs).logits.log_softmax(-1)
+        tuned = self.model(**inputs).logits.log_softmax(-1)
+        return (tuned - base + 0.01).square().sum(-1).mean()
+
+
+@pytest.mark.parametrize("layout", ["t2", "t2sp"])
+def test_step_that_disables_adapters_matches_single_process(layout, parity):
+    run = adapted(target_modules=r".*_proj", init_lora_weights="gaussian")
+    parity.check(replace(run, module=AgainstBase), LAYOUTS[layout])
+
+
 @pytest.mark.parametrize(
     ("module", "said"),
     [
