@@ -42,7 +42,8 @@ class ParallelModel:
         plan: Plan of its submodules.
         cut: This rank's stages (None without a pipeline).
         parameters: All local parameters.
-        aliases: Further names of tied parameters -> the first name, in the uncut model.
+        aliases: Further names of tied parameters, and of buffers of shared modules -> the first
+            name, in the uncut model.
         names: Names of all parameters of the uncut model, tied ones once.
         uncut: The uncut module's structure; None if every rank has all of it.
         notes: Notes for the user.

@@ -98,7 +98,7 @@ class UncutParameters:
         names: First name under which each parameter, or its later replacement, is registered.
         order: Position of each parameter, by name.
         users: Names of the modules that hold each parameter, tied ones included.
-        aliases: Further names -> the first name.
+        aliases: Further names of parameters, and of saved buffers of shared modules -> the first.
     """
 
     names: dict[nn.Parameter, str]
@@ -112,17 +112,18 @@ class UncutParameters:
         names = {parameter: name for name, parameter in module.named_parameters()}
         order = {name: index for index, name in enumerate(names.values())}
         users: dict[str, list[str]] = {}
+        tied = module.named_parameters(remove_duplicate=False)
+        aliases = {name: names[p] for name, p in tied if name not in order}
+        first_names: dict[nn.Module, str] = {}
         for name, child in module.named_modules(remove_duplicate=False):
             for parameter in child._parameters.values():
                 if parameter is not None:
                     users.setdefault(names[parameter], []).append(name)
-        tied = module.named_parameters(remove_duplicate=False)
-        return cls(
-            names=names,
-            order=order,
-            users=users,
-            aliases={n: names[p] for n, p in tied if n not in order},
-        )
+            first = first_names.setdefault(child, name)
+            if first != name:
+                saved = child._buffers.keys() - child._non_persistent_buffers_set
+                aliases |= {f"{name}.{key}": f"{first}.{key}" for key in saved}
+        return cls(names=names, order=order, users=users, aliases=aliases)
 
 
 def manage_parameters(

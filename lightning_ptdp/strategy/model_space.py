@@ -138,16 +138,16 @@ class ModelSpace:
     def tensors(self, *, without: Collection[str] = (), to_write: bool = False) -> NamedTensors:
         """Return local parameters and persistent buffers under their global names.
 
-        Tied parameters are returned once, under the first of their names. A buffer that several
-        modules share has all its names, because another layout may part these modules. Before the
-        module is cut, all of its tensors are returned. Quantized weights are left out: they are
-        frozen, and bitsandbytes converts them to other formats while it uses them.
+        Tied parameters, and buffers of shared modules, are returned once, under the first of their
+        names. Before the module is cut, all of its tensors are returned. Quantized weights are left
+        out: they are frozen, and bitsandbytes converts them to other formats while it uses them.
 
         Args:
             without: Entries of the module's state to leave out.
             to_write: Whether to leave out the buffers that another rank writes.
         """
         parameters = self.part.parameters if self.is_cut else {}
+        aliases = self.part.aliases if self.is_cut else {}
         tensors: NamedTensors = {}
         first_of: dict[nn.Parameter, str] = {}
         if self.engine is not None:
@@ -165,16 +165,20 @@ class ModelSpace:
                 and (not isinstance(value, nn.Parameter) or first_of.setdefault(value, key) == key)
                 and not (to_write and self._is_written_elsewhere(key))
             ):
-                tensors[key] = (value.detach(), Placement.replicated(tuple(value.shape)))
+                name = aliases.get(key, key)
+                tensors[name] = (value.detach(), Placement.replicated(tuple(value.shape)))
         return tensors
 
     def _is_written_elsewhere(self, buffer: str) -> bool:
         """Return True if another rank saves its value of this buffer.
 
         Each replica computes its own value, and rank 0's is saved. If every stage keeps a module,
-        the last stage's value is saved, because that stage sees the whole step."""
+        the last stage's value is saved, because that stage sees the whole step. If blocks of
+        several stages share a module, the value of the first of them is saved."""
         if not self.is_cut:
             return False
+        if buffer in self.part.aliases:
+            return True
         mesh = self.mesh
         cut = self.part.cut
         assert mesh is not None

@@ -9,6 +9,7 @@ from torch import nn
 
 from lightning_ptdp.checkpoint import read_full
 from tests.conformance.toys import (
+    FEATURES,
     P2,
     LitNet,
     Place,
@@ -132,8 +133,51 @@ def _save_shared(rank, place, path):
     return {*weights(trainer)}
 
 
-def test_buffer_of_several_stages_is_saved_under_all_names(conformance, tmp_path):
+def test_buffer_of_several_stages_is_loaded_under_all_names(conformance, tmp_path):
     path = str(tmp_path / "c")
     names = conformance.ranks(_save_shared, Place(world_size=2, layout=P2), path)[0]
     module = LitSharedTable.load_from_checkpoint(path)
     assert names == {*module.state_dict()}
+
+
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("factor", torch.tensor(0.5))
+
+    def forward(self, x):
+        return x * self.factor
+
+
+class Scaled(nn.Module):
+    def __init__(self, scale):
+        super().__init__()
+        self.scale, self.linear = scale, nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, x):
+        return self.scale(self.linear(x))
+
+
+class LitShared(LitNet):
+    """Blocks that share a module with a buffer, such as a table of positions."""
+
+    def __init__(self):
+        super().__init__()
+        scale = Scale()
+        blocks = (Scaled(scale) for _ in range(4))
+        self.net = nn.Sequential(*blocks, nn.Linear(FEATURES, 1))
+
+
+def fit_shared(rank, place, epochs, start, folder):
+    trainer = make_trainer(place, max_epochs=epochs)
+    trainer.fit(LitShared(), loader(), ckpt_path=start)
+    trainer.save_checkpoint(folder)
+    return weights(trainer)
+
+
+def test_buffer_that_blocks_share_is_resumed_in_other_layout(conformance, tmp_path):
+    paths = [str(tmp_path / name) for name in ("one.ckpt", "cut.ckpt", "last.ckpt")]
+    (one,) = conformance.ranks(fit_shared, Place(), 1, None, paths[0])
+    cut = conformance.ranks(fit_shared, Place(world_size=2, layout=P2), 2, *paths[:2])[0]
+    conformance.ranks(fit_shared, Place(), 3, *paths[1:])
+    assert set(cut) == set(one) == set(LitShared().state_dict())
