@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -204,26 +204,36 @@ class Engine:
             self._buffers.broadcast()
 
     def _check_copies(self) -> None:
-        """Compare the copies of parameters that several ranks hold.
+        """Compare the copies of parameters and the learning rates that several ranks hold.
 
         The comparison reads values from the device. Stages are compared at batches 1, 2, 4, 8 and
         so on, replicas and tensor ranks at 16, 256, 4096 and so on. Replicas that shard the
-        optimizer receive each other's values after every step.
+        optimizer receive each other's parameters after every step.
         """
         batch = self._step("training_step")
         if not batch or batch & (batch - 1):
             return
-        copies = {"pipeline": self._parallel.kept}
+        copies: dict[str, Mapping[str, Tensor]] = {"pipeline": self._parallel.kept}
         if batch > 1 and batch.bit_length() % 4 == 1:
             copies["tensor"] = self._parallel.copied("tensor")
-            if not self._config.shards_optimizer:
-                # Experts differ between the ranks over which they are divided.
-                copies["replica_sum"] = self._parallel.copied("expert")
+            # Experts differ between the ranks over which they are divided.
+            of_replicas = {} if self._config.shards_optimizer else self._parallel.copied("expert")
+            copies["replica_sum"] = {**of_replicas, **self._learning_rates()}
         for axis, parameters in copies.items():
             if parameters and self._mesh.group(axis).size > 1:
                 self.gradients.parameters_needed()
                 with self._parallel.computing():
                     self.agreement.check_copies(parameters, axis)
+
+    def _learning_rates(self) -> dict[str, Tensor]:
+        optimizers = self._module.trainer.optimizers
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        return {
+            f"learning rate of parameter group {number}": torch.as_tensor(
+                group.get("lr", 0.0), dtype=torch.float64, device=self._device
+            )
+            for number, group in enumerate(groups)
+        }
 
     def _scheduled_training_step(
         self, context: MakesContext, args: Sequence[Nested], loss_scale: Tensor | float

@@ -45,9 +45,10 @@ _REASONS = MappingProxyType(
         "module as 'partial' in ParallelPlan(tensor=...). Otherwise, a hook or the step changes it with "
         "weights, gradients or random numbers of one rank only. Or use tensor_parallel_size=1",
         "replica_sum": "is the same on all replicas at the start, but its values differ between them. "
-        "The step, a hook or the optimizer changes it with a replica's own samples or random numbers, "
-        "for example to initialize it from the first batch. Compute the value from the samples of all "
-        "replicas (self.all_gather), or make it a buffer, which is broadcast",
+        "The step, a hook, a scheduler or the optimizer changes it with a replica's own samples, random "
+        "numbers or metrics, for example to initialize it from the first batch. Compute the value from "
+        "the samples of all replicas (self.all_gather, self.log(..., sync_dist=True)), or make it a "
+        "buffer, which is broadcast",
     }
 )
 

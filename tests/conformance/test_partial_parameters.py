@@ -210,12 +210,27 @@ class LitDataDependent(LitBlocks):
         return self.loss(batch) + 1e-3 * self.shift
 
 
-@pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 2, "plan": PLAN}])
-def test_weight_of_one_replicas_samples_is_refused(options, conformance):
+class LitOwnRate(LitBlocks):
+    """Derives the learning rate from a replica's samples, as a scheduler may from its metric."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        for group in self.optimizers().param_groups:
+            group["lr"] = 1e-3 * batch.float().mean().item()
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "name"),
+    [
+        ({}, LitDataDependent, "shift"),
+        ({"tensor_parallel_size": 2, "plan": PLAN}, LitDataDependent, "shift"),
+        ({"shard": "optimizer"}, LitOwnRate, "learning rate of parameter group 0"),
+    ],
+)
+def test_value_of_one_replicas_samples_is_refused(options, kind, name, conformance):
     place = Place(world_size=2 * options.get("tensor_parallel_size", 1), layout=options)
     # The replicas are compared after 16 batches.
-    for message in conformance.ranks(run_refused, place, LitDataDependent, 17):
-        assert message.startswith("UnequalCopiesError: 'shift' is the same on all replicas")
+    for message in conformance.ranks(run_refused, place, kind, 17):
+        assert message.startswith(f"UnequalCopiesError: '{name}' is the same on all replicas")
 
 
 class LitHooked(LitBlocks):
