@@ -6,7 +6,7 @@ The stored rectangles and the requested ones may differ. Everything that is read
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Protocol
@@ -209,6 +209,7 @@ def load_tensors(
     strict: bool = True,
     prefix: str | None = None,
     rename: Mapping[str, str] | None = None,
+    aliases: Collection[str] = (),
     open_stored: Callable[[PathLike], Stored] = TensorReader,
 ) -> list[str]:
     """Fill local tensors in place from a checkpoint of any layout.
@@ -229,6 +230,7 @@ def load_tensors(
         rename: Names of ``tensors`` -> their names in the checkpoint: ``{"model/model.":
             "model/net."}``. A key that ends with a dot or a slash applies to all names that begin
             with it. The longest matching key is used.
+        aliases: Further names of tensors, which the checkpoint may also have.
         open_stored: Function from ``path`` to the stored tensors; by default it opens a checkpoint
             folder.
 
@@ -249,7 +251,8 @@ def load_tensors(
         missing = _check(stored.tensors, tensors, strict=strict)
     if strict and prefix is not None:
         requested = set().union(*gather({name for name in tensors if name.startswith(prefix)}))
-        if unexpected := {name for name in stored.tensors if name.startswith(prefix)} - requested:
+        found = {name for name in stored.tensors if name.startswith(prefix)}
+        if unexpected := found - requested - {*aliases}:
             raise CheckpointError(
                 f"{doing} failed: {_shown(unexpected)} in the checkpoint but not in the model"
             )

@@ -121,7 +121,8 @@ class UncutParameters:
                     users.setdefault(names[parameter], []).append(name)
             first = first_names.setdefault(child, name)
             if first != name:
-                saved = child._buffers.keys() - child._non_persistent_buffers_set
+                # The keys of a scripted module are a list.
+                saved = {*child._buffers.keys()} - child._non_persistent_buffers_set
                 aliases |= {f"{name}.{key}": f"{first}.{key}" for key in saved}
         return cls(names=names, order=order, users=users, aliases=aliases)
 

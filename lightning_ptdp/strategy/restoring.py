@@ -161,6 +161,7 @@ def fill_part(
         strict=strict,
         prefix=MODEL if strict and not rename else None,
         rename=renames,
+        aliases=[MODEL + alias for alias in space.part.aliases],
         open_stored=_opener(space, path, rename),
     )
     missing = [name.removeprefix(MODEL) for name in absent]
@@ -249,8 +250,8 @@ def load_optimizers(
     folder = states.path if isinstance(states, StoredOptimizers) else None
     if len(states) != len(space.optimizers) and (states or folder is not None):
         raise CheckpointError(
-            f"{folder or 'the checkpoint'} has {len(states)} optimizers, but the module has "
-            f"{len(space.optimizers)}"
+            f"{folder or 'the checkpoint'} has the states of {len(states)} optimizer(s), but the "
+            f"module has {len(space.optimizers)}"
         )
     if not isinstance(states, StoredOptimizers):
         _load_indexed(space, states, of_groups)

@@ -245,11 +245,7 @@ def _weights_to_save(
         return space.tensors(without=removed, to_write=True), set()
     weights = {name: checked_tensor(name, value) for name, value in state.items()}
     for alias, name in space.part.aliases.items():
-        if (
-            alias in weights
-            and name in weights
-            and (weights[alias] is weights[name] or torch.equal(weights[alias], weights[name]))
-        ):
+        if alias in weights and name in weights and _same(weights[alias], weights[name]):
             del weights[alias]
     return {
         name: (v.detach(), Placement.replicated(tuple(v.shape))) for name, v in weights.items()

@@ -128,7 +128,7 @@ class LitTwoOptimizers(LitNet):
 
 def test_other_number_of_optimizers_is_refused(written):
     trainer = make_trainer(Place(), max_epochs=2)
-    with pytest.raises(CheckpointError, match="has 1 optimizers, but the module has 2"):
+    with pytest.raises(CheckpointError, match=r"of 1 optimizer\(s\), but the module has 2"):
         trainer.fit(LitTwoOptimizers(), loader(), ckpt_path=written[1]["one"])
 
 

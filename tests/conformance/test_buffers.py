@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from lightning_ptdp.checkpoint import read_full
+from lightning_ptdp.parameters.managed_parameter import UncutParameters
 from tests.conformance.toys import (
     FEATURES,
     P2,
@@ -181,3 +182,9 @@ def test_buffer_that_blocks_share_is_resumed_in_other_layout(conformance, tmp_pa
     cut = conformance.ranks(fit_shared, Place(world_size=2, layout=P2), 2, *paths[:2])[0]
     conformance.ranks(fit_shared, Place(), 3, *paths[1:])
     assert set(cut) == set(one) == set(LitShared().state_dict())
+
+
+def test_scripted_module_may_be_shared():
+    scripted = torch.jit.script(Scale())
+    uncut = UncutParameters.of(nn.Sequential(scripted, nn.Linear(1, 1), scripted))
+    assert uncut.aliases == {"2.factor": "0.factor"}
