@@ -353,11 +353,23 @@ def _read(file: Path) -> dict[str, Any]:
     wrong = [key for key in values if not isinstance(key, str)]
     if wrong:
         raise UserError(f"{file}: the key {wrong[0]!r} is not text. Put it in quotes, or remove it")
-    for path in leaves(values):
-        if path[-1:] == ("init_args",) and value_at(values, path) is None:
-            name = ".".join(map(str, path))
-            raise UserError(f"{file}: {name} has no keys. Remove it, or write init_args: {{}}")
+    for path in _without_value("init_args", values):
+        name = ".".join(map(str, path))
+        raise UserError(f"{file}: {name} has no keys. Remove it, or write init_args: {{}}")
     return values
+
+
+def _without_value(wanted: str, values: object, above: KeyPath = ()) -> Iterator[KeyPath]:
+    """Yield the paths of the keys ``wanted`` without a value, also in lists."""
+    items: Iterable[tuple[Any, object]] = ()
+    if isinstance(values, dict):
+        items = values.items()
+    elif isinstance(values, list):
+        items = enumerate(values)
+    for key, entry in items:
+        if key == wanted and entry is None:
+            yield (*above, key)
+        yield from _without_value(wanted, entry, (*above, key))
 
 
 def _label(file: Path) -> str:

@@ -184,11 +184,11 @@ def ending_workers(trainer: Trainer) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        _end_workers(trainer, saves=isinstance(error, Terminated))
+        _end_workers(trainer, is_terminated=isinstance(error, Terminated))
         raise
 
 
-def _end_workers(trainer: Trainer, *, saves: bool) -> None:
+def _end_workers(trainer: Trainer, *, is_terminated: bool) -> None:
     import psutil  # not at the top, because every verb imports this module
 
     def send(processes: Iterable[psutil.Process], number: int) -> None:
@@ -199,16 +199,18 @@ def _end_workers(trainer: Trainer, *, saves: bool) -> None:
     started = []
     workers = []
     processes = getattr(trainer.strategy.launcher, "procs", None) or []
-    # With such processes, this one is rank 0, without which the others cannot save.
-    saves = saves and not any(isinstance(launched, subprocess.Popen) for launched in processes)
     for launched in processes:
         with suppress(psutil.NoSuchProcess):
             process = psutil.Process(launched.pid)
             started.append(process)
             workers += [process, *process.children(recursive=True)]
-    if saves:
+    patience = _PATIENCE_S
+    if is_terminated and any(isinstance(launched, subprocess.Popen) for launched in processes):
+        patience = 0.0  # this process is a rank too, without which the others cannot save
+    elif is_terminated:
         send(started, signal.SIGTERM)
-    _, workers = psutil.wait_procs(workers, timeout=_SAVING_S if saves else _PATIENCE_S)
+        patience = _SAVING_S
+    _, workers = psutil.wait_procs(workers, timeout=patience)
     send(workers, signal.SIGINT)
     _, workers = psutil.wait_procs(workers, timeout=_GRACE_S)
     send(workers, signal.SIGKILL)

@@ -255,6 +255,8 @@ def _batch(options: Namespace, config: Config) -> int:
     devices = trainer.get("devices")
     if isinstance(devices, list):
         devices = len(devices)
+    if isinstance(devices, str) and devices.isdigit():
+        devices = int(devices)
     if not isinstance(devices, int) or devices < 1:
         raise UserError(
             f"the size of a step is unknown, because trainer.devices={devices} does not give the "

@@ -126,7 +126,7 @@ class Columns:
         else:
             question = self.messages_in(row, "instruction", "user")
             if "input" in names and row.get(names["input"]):
-                _append(question[-1], row[names["input"]], names["input"])
+                _append(question, row[names["input"]], names["input"])
             messages = [*question, *self.messages_in(row, "output", "assistant")]
         return self._checked(row, messages)
 
@@ -272,18 +272,18 @@ def _json_rows(file: Path) -> Rows:
                 yield row
 
 
-def _append(message: dict[str, Any], text: object, column: str) -> None:
-    """Append the text of the column ``input`` to a message.
+def _append(messages: Conversation, text: object, column: str) -> None:
+    """Append the text of the column ``input`` to the last message of the user.
 
     Raises:
-        FaultyRow: One of them is not text, or the message is not the user's.
+        FaultyRow: There is none, or it is not text.
     """
+    message = next((one for one in reversed(messages) if one["role"] == "user"), {})
     content = message.get("content")
-    is_plain = isinstance(content, str) and isinstance(text, str | int | float)
-    if message["role"] != "user" or not is_plain:
+    if not isinstance(content, str):
         raise FaultyRow(
-            f"column {column!r} is appended to the instruction, so both must be text. Put its text "
-            "into the messages, or remove the column"
+            f"column {column!r} is appended to the last message of the user, which must be a text. "
+            "Put its text into the messages, or remove the column"
         )
     message["content"] = f"{content}\n\n{text}"
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import io
 import os
+import re
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -150,22 +151,27 @@ class Corpus:
         for file in files:
             if not os.access(file.path, os.R_OK):
                 raise CorpusError(f"source file {file.path} cannot be read: permission denied")
-            self._check_text(file.path)
+            self._check_text(file.path, is_named=str(file.path) in self.roots)
         if not sum(file.size for file in files):
             raise CorpusError(f"source={self.source!r}: all {len(files)} files are empty")
         return files
 
-    def _check_text(self, path: Path) -> None:
-        """Check that a file is text, and not rows of JSON that would become one document."""
+    def _check_text(self, path: Path, *, is_named: bool) -> None:
+        """Check that a file is text, and not a list of rows that would become one document.
+
+        The latter is checked for files that ``source`` names. Those in its folders have a suffix
+        that the user wants to be read as text.
+        """
         suffix = path.suffix.lower()
         if suffix in _NOT_TEXT:
             raise CorpusError(
                 f"source file {path} is not text. Unpack it, or convert it to JSON lines (.jsonl)"
             )
-        if suffix == ".json":
+        if suffix == ".json" and is_named:
             with open(path, "rb") as stream:
-                start = stream.read(_DECODED_AT_ONCE)
-            if f'"{self.text_field}"'.encode() in start:
+                start = stream.read(_DECODED_AT_ONCE).decode("utf-8-sig", errors="replace")
+            field = re.escape(self.text_field)
+            if re.match(r"\s*\[\s*\{", start) and re.search(rf'"{field}"\s*:', start):
                 raise CorpusError(
                     f"source file {path} would be read as one text, but has rows with a field "
                     f"{self.text_field!r}. Write one row per line, into a file ending in .jsonl"

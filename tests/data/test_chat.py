@@ -320,7 +320,7 @@ def test_equal_conversations_are_never_in_both_splits(data, tmp_path):
             '{"instruction": [{"role": "user", "content": [{"type": "text", "text": "a"}]}], '
             '"input": "b", "output": "c"}\n',
             {},
-            r"row 1: column 'input' is appended to the instruction, so both must be text",
+            r"row 1: column 'input' is appended to the last message of the user, which must be a text",
         ),
         (
             '{"prompt": "a", "response": "b", "system": "c"}\n',
