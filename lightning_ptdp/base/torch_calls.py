@@ -40,7 +40,7 @@ OF_FIRST = frozenset(("expand_as", "reshape_as", "to", "type_as", "view_as"))
 """Functions that read only the shape or the dtype of their second argument."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, repr=False)
 class TorchCall:
     """A call of a function of torch.
 
@@ -63,7 +63,8 @@ class TorchCall:
     def subject(self) -> str:
         """Return the name of the function, or of the attribute that it reads."""
         owner = getattr(self.function, "__self__", None) if self.name == "__get__" else None
-        return self.name if owner is None else owner.__name__
+        # A property of Python has no name until Python 3.13.
+        return getattr(owner, "__name__", self.name)
 
     @property
     def values(self) -> Sequence[Any]:
@@ -77,22 +78,24 @@ class TorchCall:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Return the keyword arguments other than ``input``."""
+        """Return the keyword arguments without the first argument."""
+        if self.args:
+            return dict(self.kwargs)
         return {name: value for name, value in self.kwargs.items() if name != "input"}
 
     @property
     def first(self) -> Any:
         """Return the first argument; None if there is none."""
-        return next(iter(self.values), None)
+        return self.args[0] if self.args else self.kwargs.get("input")
 
     @property
     def second(self) -> Any:
-        """Return the second argument; None if there is none."""
+        """Return the second argument in the order of the call; None if there is none."""
         return next(iter((*self.others, *self.options.values())), None)
 
     @property
     def makes_new(self) -> bool:
-        """Return True if the function reads only the shape or the dtype of a tensor."""
+        """Return True if the function reads only the shape or the dtype of its first argument."""
         return self.name.startswith("new_") or self.name.endswith("_like")
 
     @property

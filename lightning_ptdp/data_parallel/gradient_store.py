@@ -90,7 +90,7 @@ class GradientStore(Protocol):
         """Return the context of a microbatch's step, which must not change the gradients.
 
         The step may clear gradients, or run a backward of its own (adversarial samples). In one
-        process it finds none, and Lightning clears those that it leaves.
+        process without accumulation it finds none, and Lightning clears those that it leaves.
         """
 
     def buckets(self) -> Iterable[Bucket]:

@@ -152,6 +152,7 @@ class Gradients:
             # aside until the batch's gradients are summed too.
             uncleared = {} if self.clears else _gradients(self._stepped_on())
             self._left = {value: gradient.clone() for value, gradient in uncleared.items()}
+            self._unset_copies()
             if changed:
                 self.close()
                 self._lay_out()
@@ -161,6 +162,19 @@ class Gradients:
         # cannot be reduced while they accumulate.
         self.reduces = not self.accumulates and not self._store.has_weighed
         return self._store
+
+    def _unset_copies(self) -> None:
+        """Take the last gradients from the optimizer, so that a step cannot clear new ones.
+
+        They are views of the buckets that are filled next. Those on the host are copies, which the
+        deferred optimizer step still reads.
+        """
+        if self.stepped is None or self._config.offload_optimizer:
+            return
+        for parameter in self._trainable:
+            managed = self._parameters[parameter]
+            if managed.steps_on_copy and managed.stepped is not None:
+                managed.stepped.grad = None
 
     def finish(self, *, counted: bool | None, scale: float | None) -> None:
         """Complete the sums of a batch's gradients after a schedule; leave ``.grad`` empty.

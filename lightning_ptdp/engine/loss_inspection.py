@@ -48,13 +48,14 @@ IGNORED = -100
 """Label that the losses of torch and transformers ignore."""
 
 
-def warn_of_loss(loss: Tensor, *, samples: int, replicas: bool) -> None:
+def warn_of_loss(loss: Tensor, *, samples: int, replicas: bool, compares: bool = True) -> None:
     """Warn of a loss that is a sum or an extreme, or that compares samples with each other.
 
     Args:
         loss: Loss of one microbatch, or of one replica's batch.
         samples: Number of its samples; 0: unknown.
         replicas: Whether only replicas divide the batch.
+        compares: Whether to look for a comparison of samples.
     """
     part, parts = ("replica", "replicas") if replicas else ("microbatch", "microbatches")
     if any(_is_sum(node, samples) for node in _ends(loss.grad_fn, _THROUGH)):
@@ -68,7 +69,7 @@ def warn_of_loss(loss: Tensor, *, samples: int, replicas: bool) -> None:
                 stacklevel=2,
             )
             break
-    if any(_compares_samples(node) for node in _ends(loss.grad_fn, _SCALED)):
+    if compares and any(_compares_samples(node) for node in _ends(loss.grad_fn, _SCALED)):
         remedy = "Use num_microbatches=1 or a larger micro_batch_size"
         if replicas:
             remedy = "Compare with samples gathered from all replicas"
@@ -339,9 +340,15 @@ def _before(node: Any) -> list[Any]:
 
 
 def _compares_samples(node: Any) -> bool:
-    """Return True for a cross-entropy over the samples themselves."""
+    """Return True for a cross-entropy over the samples themselves.
+
+    Each sample has one view, or two (as in NT-Xent, without the sample's own logit).
+    """
     if node.name() != "NllLossBackward0" or node._saved_self.dim() != 2:
         return False
     target: Tensor = node._saved_target
     rows, classes = node._saved_self.shape
-    return rows == classes > 1 and torch.equal(target, torch.arange(rows, device=target.device))
+    samples = rows if classes == rows else rows // 2
+    if samples < 2 or classes not in (rows, rows - 1) or (classes < rows and rows % 2):
+        return False
+    return torch.equal(target, torch.arange(rows, device=target.device) % samples)

@@ -73,7 +73,7 @@ def _norm(tensor: Tensor) -> Tensor:
     """Return the norm of a tensor as float64, of usual dtypes without a copy of the tensor."""
     if tensor.dtype in (torch.bfloat16, torch.float16):
         return torch.linalg.vector_norm(tensor, dtype=torch.float32).double()
-    if tensor.dtype not in (torch.float32, torch.float64):
+    if tensor.element_size() < 4 or not (tensor.is_floating_point() or tensor.is_complex()):
         tensor = tensor.double()
     return torch.linalg.vector_norm(tensor).double()
 

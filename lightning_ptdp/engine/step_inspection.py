@@ -182,6 +182,7 @@ class BatchInspection:
     sizes: Sequence[int]
     divides_samples: bool
     watches: bool
+    _is_named: bool = field(default=False, init=False)
     _divisors: list[Tensor | None] = field(default_factory=list, init=False)
     _sums: list[Sums] = field(default_factory=list, init=False)
 
@@ -196,10 +197,12 @@ class BatchInspection:
             yield
             return
         own = {*self.module.parameters(), *self.module.buffers()}
-        reductions = _Reductions(self.sizes[0], own=own)
+        # The samples of two replicas, gathered, are as many as two views of those of one.
+        reductions = _Reductions(self.sizes[0], own=own, two_views=len(self.sizes) > 1)
         with reductions:
             yield
         if reductions.place is not None:
+            self._is_named = True
             part, remedy = (
                 ("replica", "gather the samples of all replicas first")
                 if len(self.sizes) == 1
@@ -234,7 +237,8 @@ class BatchInspection:
         samples = self.sizes[0]
         is_only = len(self.sizes) == 1
         if self.divides_samples:
-            warn_of_loss(loss, samples=samples, replicas=is_only)
+            compares = not self._is_named
+            warn_of_loss(loss, samples=samples, replicas=is_only, compares=compares)
         if part is None:
             warn_of_counted(loss, samples=samples if is_only else None)
             return
@@ -281,11 +285,12 @@ class _Reductions(CallMode):
         place: File, line and function.
     """
 
-    def __init__(self, samples: int, *, own: Set[Tensor]) -> None:
+    def __init__(self, samples: int, *, own: Set[Tensor], two_views: bool) -> None:
         super().__init__()
         self.place: str | None = None
         self._samples = samples
         self._own = own
+        self._compared = (samples, 2 * samples) if two_views else (samples,)
         self._stacks = set[Tensor]()
 
     def observe_call(self, call: TorchCall) -> Any:
@@ -293,8 +298,9 @@ class _Reductions(CallMode):
         if self.place is not None:
             return call.run()
         if self._reduces(call) or self._compares(call):
-            # Metrics add up the counts of microbatches and replicas.
-            line = calling_line(unless="torchmetrics")
+            # Metrics add up the counts of microbatches and replicas. A loss has a gradient.
+            is_loss = any(x.requires_grad for x in call.tensors())
+            line = calling_line(unless=None if is_loss else "torchmetrics")
             self.place = None if line is None else f"{line} computes the {call.name}"
         result = call.run()
         if isinstance(result, Tensor) and self._is_stack(call, result):
@@ -307,7 +313,7 @@ class _Reductions(CallMode):
             return False
         dims = call.dims()
         x = call.first
-        if 0 not in dims or x in self._own or x in self._stacks:
+        if 0 not in dims or self._is_own(x) or x in self._stacks:
             return False
         if len(dims) < x.dim():
             return len(x) == self._samples > 1
@@ -320,8 +326,8 @@ class _Reductions(CallMode):
         """
         if call.name not in _PAIRING:
             return False
-        tensors = list(call.tensors())
-        if self._samples < 2 or not self._own.isdisjoint(tensors):
+        tensors = call.tensors()
+        if self._samples < 2 or any(map(self._is_own, tensors)):
             return False
         if call.name in _DISTANCES:
             return all(x.dim() == 2 and len(x) == self._samples for x in tensors)
@@ -329,11 +335,20 @@ class _Reductions(CallMode):
             return False
         x, y = tensors
         if call.name == "cosine_similarity":
-            pairs = x.shape != y.shape
+            # Rows (n, 1, h) with (1, n, h), unlike one row of each sample with its others.
+            pairs = x.dim() == y.dim() == 3 and {x.shape[:2], y.shape[:2]} == {
+                (x.shape[:2].numel(), 1),
+                (1, x.shape[:2].numel()),
+            }
         else:
             pairs = x.dim() == 2 and y.shape == x.shape[::-1]
         rows = x.shape[:-1].numel()
-        return pairs and _root(x) is _root(y) and rows in (self._samples, 2 * self._samples)
+        return pairs and _root(x) is _root(y) and rows in self._compared
+
+    def _is_own(self, x: Tensor) -> bool:
+        """Return True for a weight or a buffer, and for views of it."""
+        root = _root(x)
+        return root in self._own or isinstance(root, nn.Parameter)
 
     def _is_stack(self, call: TorchCall, result: Tensor) -> bool:
         """Return True for rows of samples stacked along dimension 0, and for functions of these."""

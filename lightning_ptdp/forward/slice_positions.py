@@ -65,6 +65,8 @@ class SlicePositions:
             return counted if call.second.size(0) > tokens else None
         if indexes and first not in self._counted:
             return counted if _is_table(first) and max(first.shape) > tokens else None
+        if indexes and result.dim() < first.dim() and tokens not in result.shape:
+            return None  # the length of each sequence, such as ``mask.cumsum(1)[:, -1]``
         computes = name in _ARITHMETIC.split()
         if computes or name in _KEEPING.split():
             self._counted[result] = counted

@@ -160,7 +160,7 @@ class FirstForwards(Surrounding):
         return self.first(self._module)
 
     def first(self, module: nn.Module) -> Context:
-        """Return the context of the first forward of a kind of ``module``."""
+        """Return the context of a first forward of ``module``."""
         return contextlib.nullcontext()
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Collection, Container, Sequence
+from functools import partial
 from itertools import permutations
 from types import MappingProxyType
 from typing import Any
@@ -161,7 +162,7 @@ class TokenMixing(CallMode):
         error = self._refusal(f"{line} calls {call.name} on a tensor {tuple(first.shape)}")
         if not warns:
             raise error
-        warnings.warn(str(error), stacklevel=3)
+        warnings.warn(str(error), stacklevel=4)
 
     def _meets_more_tokens(self, tensors: Sequence[Tensor]) -> bool:
         """Return True if a tensor has tokens of the slice where another one has those of all."""
@@ -351,24 +352,26 @@ class SplitTokens(FirstForwards):
         self._mode = TokenMixing(
             _refused_split, refused_positions=_refused_positions, sizes=feature_sizes(module)
         )
+        # A copy of a block copies its hooks, which must not lead to the whole module.
+        note = partial(_note_slice, self._mode)
         with contextlib.ExitStack() as undo:
             for name in self._blocks:
                 block = module.get_submodule(name)
-                handle = block.register_forward_pre_hook(self._note, with_kwargs=True)
+                handle = block.register_forward_pre_hook(note, with_kwargs=True)
                 undo.callback(handle.remove)
             for name in self._embeddings:
-                undo.enter_context(module.get_submodule(name).register_forward_hook(self._note))
+                undo.enter_context(module.get_submodule(name).register_forward_hook(note))
             return undo.pop_all().close
 
     def first(self, module: nn.Module) -> Context:
         """Watch the forward."""
         return super().first(module) if self._mode is None else self._mode
 
-    def _note(self, _module: nn.Module, args: Any, more: Any) -> None:
-        assert self._mode is not None
-        hidden = next((x for x in iterate_tensors((args, more)) if x.dim() == 3), None)
-        if hidden is not None:
-            self._mode.samples, self._mode.tokens = hidden.shape[:2]
+
+def _note_slice(mode: TokenMixing, _module: nn.Module, args: Any, more: Any) -> None:
+    hidden = next((x for x in iterate_tensors((args, more)) if x.dim() == 3), None)
+    if hidden is not None:
+        mode.samples, mode.tokens = hidden.shape[:2]
 
 
 def _refused_positions(call: str) -> PartialModelError:

@@ -200,14 +200,21 @@ def _run_alone(layer: TracedLayer, recorder: OperationRecorder) -> None:
 
 
 def _like(values: Any) -> Any:
-    """Return the values with new tensors that have no history."""
+    """Return the values with new tensors that have no history.
+
+    Objects without tensors are kept, because their classes may not be made from their content.
+    """
 
     def new(tensor: Tensor) -> Tensor:
         if not tensor.requires_grad:
             return tensor.detach()
         return torch.empty_like(tensor.detach()).requires_grad_()
 
-    return map_tensors(values, new)
+    if type(values) is tuple:
+        return tuple(map(_like, values))
+    if type(values) is dict:
+        return {key: _like(value) for key, value in values.items()}
+    return map_tensors(values, new) if any(True for _ in iterate_tensors(values)) else values
 
 
 def _experts(module: nn.Module) -> ExpertShape | None:

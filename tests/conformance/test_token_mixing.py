@@ -1,5 +1,7 @@
 """Steps and models that combine the tokens of a sequence while ranks hold slices of it."""
 
+import copy
+import threading
 import warnings
 from dataclasses import dataclass
 from typing import ClassVar
@@ -15,7 +17,7 @@ from torchmetrics.classification import MulticlassRecall, MulticlassStatScores
 from lightning_ptdp import ParallelPlan
 from lightning_ptdp.attention import ContextParallelError
 from lightning_ptdp.base.partial_values import PartialModelError
-from lightning_ptdp.forward.token_mixing import TokenMixing
+from lightning_ptdp.forward.token_mixing import SplitTokens, TokenMixing
 from lightning_ptdp.tensor_parallel import Column
 from tests.letters import SP, C, M, P, T
 from tests.parity import Training
@@ -381,9 +383,18 @@ def test_number_that_is_no_mean_over_ranks_is_refused(name):
 
 def test_largest_number_warns_because_it_may_be_logged():
     x = torch.rand(3, LENGTH, WIDTH, requires_grad=True)
-    with pytest.warns(UserWarning, match=r"line \d+, calls max on a tensor"), watching():
+    with pytest.warns(UserWarning, match=r"line \d+, calls max on a tensor") as told, watching():
         x[..., 0].flatten().max()
+    assert told[0].filename == __file__
     refused(lambda x: x.max(), averages=None)
+
+
+def test_copy_of_block_does_not_copy_the_whole_module():
+    module = nn.ModuleDict({"block": nn.Linear(WIDTH, WIDTH)})
+    module.lock = threading.Lock()
+    detach = SplitTokens(["block"]).attach(module)
+    copy.deepcopy(module["block"])
+    detach()
 
 
 @pytest.mark.parametrize("name", TOTALS)

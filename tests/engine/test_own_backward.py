@@ -66,7 +66,7 @@ def test_gradients_of_earlier_microbatches_are_kept(kind, pool):
     (expected,) = pool.run(_trained, world_size=1, args=(kind, {}, 1))
     (alone,) = pool.run(_trained, world_size=1, args=(kind, {"num_microbatches": 2}, 1))
     torch.testing.assert_close(alone, expected)
-    for shard in ("none", "gradients", "parameters"):
+    for shard in ("none", "optimizer", "gradients", "parameters"):
         layout = {"num_microbatches": 2, "shard": shard}
         replicas = pool.run(_trained, world_size=2, args=(kind, layout, 2))
         torch.testing.assert_close(replicas[0], expected)

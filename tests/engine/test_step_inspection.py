@@ -154,6 +154,16 @@ class LitCosines(LitPlain):
         return super().loss(prediction, y) + cosines.logsumexp(1).mean()
 
 
+class LitAnchors(LitPlain):
+    """Compares one row of each sample with others of the same sample, and rows of a weight."""
+
+    def loss(self, prediction, y):
+        rows = torch.stack([prediction, -prediction, 2 * prediction], 1)
+        cosines = F.cosine_similarity(rows[:, :1], rows[:, 1:], dim=-1)
+        weight = self.net[0].weight.view(-1, 1)[: len(prediction)]
+        return super().loss(prediction, y) + cosines.mean() + (weight @ weight.T).mean()
+
+
 class LitPairs(LitPlain):
     """Similarities of the two views of each sample, and products of each sample's features."""
 
@@ -370,6 +380,7 @@ CASES = {
     LitProducts: "test_step_inspection.py, line",
     LitCosines: "test_step_inspection.py, line",
     LitPairs: None,
+    LitAnchors: None,
     LitDivergence: None,
     LitPrototypes: None,
     LitTasks: None,
@@ -423,7 +434,8 @@ def test_microbatch_dependent_pipeline_step_warns_once(kind, pool):
 @pytest.mark.parametrize("layout", [{}, {"shard": "optimizer"}], ids=["d2", "sharded"])
 def test_replica_dependent_step_warns_once(kind, layout, pool):
     told = [text for rank in pool.run(fit, world_size=2, args=(kind, layout, 2)) for text in rank]
-    expected = None if kind is LitCarried else CASES[kind]
+    # Two views are as many rows as the samples of two replicas; the loss still shows them.
+    expected = {LitCarried: None, LitTwoViews: CASES[LitContrastive]}.get(kind, CASES[kind])
     starts = (expected or "").replace("microbatch", "replica")
     assert [text.startswith(starts) for text in told] == [True] * (expected is not None), told
 
