@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -248,6 +248,9 @@ class _Side:
             task()
         finally:
             HOST.stream = "compute"
+
+    def keep(self, done: Iterable[object]) -> None:
+        pass
 
     def join(self) -> None:
         HOST.follow("join", "compute", "side")
