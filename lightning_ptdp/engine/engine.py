@@ -228,11 +228,13 @@ class Engine:
     def _learning_rates(self) -> dict[str, Tensor]:
         optimizers = self._module.trainer.optimizers
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        rates = [group.get("lr") for group in groups]
         return {
             f"learning rate of parameter group {number}": torch.as_tensor(
-                group.get("lr", 0.0), dtype=torch.float64, device=self._device
+                rate, dtype=torch.float64, device=self._device
             )
-            for number, group in enumerate(groups)
+            for number, rate in enumerate(rates)
+            if isinstance(rate, int | float | Tensor)  # Adafactor may compute its own
         }
 
     def _scheduled_training_step(

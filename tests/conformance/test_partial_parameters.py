@@ -210,12 +210,29 @@ class LitDataDependent(LitBlocks):
         return self.loss(batch) + 1e-3 * self.shift
 
 
+class _Plain(torch.optim.Optimizer):
+    """Gradient descent; a group may leave the rate out, as Adafactor's does."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=group["lr"] or 1e-3)
+        return loss
+
+
 class LitOwnRate(LitBlocks):
     """Derives the learning rate from a replica's samples, as a scheduler may from its metric."""
 
+    def configure_optimizers(self):
+        parameters = [*self.parameters()]
+        groups = [{"params": parameters[:1], "lr": None}, {"params": parameters[1:]}]
+        return _Plain(groups, {"lr": 1e-3})
+
     def on_train_batch_end(self, outputs, batch, batch_idx):
-        for group in self.optimizers().param_groups:
-            group["lr"] = 1e-3 * batch.float().mean().item()
+        self.optimizers().param_groups[1]["lr"] = 1e-3 * batch.float().mean().item()
 
 
 @pytest.mark.parametrize(
@@ -223,7 +240,7 @@ class LitOwnRate(LitBlocks):
     [
         ({}, LitDataDependent, "shift"),
         ({"tensor_parallel_size": 2, "plan": PLAN}, LitDataDependent, "shift"),
-        ({"shard": "optimizer"}, LitOwnRate, "learning rate of parameter group 0"),
+        ({"shard": "optimizer"}, LitOwnRate, "learning rate of parameter group 1"),
     ],
 )
 def test_value_of_one_replicas_samples_is_refused(options, kind, name, conformance):
