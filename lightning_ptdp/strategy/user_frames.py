@@ -44,15 +44,17 @@ def running_module() -> nn.Module | None:
 def is_allowed_loop() -> bool:
     """Return True if code loops over parameters that does not compute with them.
 
-    This package does so in a save in a step, and peft before it switches adapters off.
+    This package does so in a save in a step, and peft where it switches adapters off. A forward of
+    peft may add a penalty (AdaLoRA).
     """
+    is_peft = False
     for package, frame in frames():
-        if package == "lightning_ptdp":
-            return True
-        if package not in ("torch", "peft"):
-            return False
-        if package == "peft" and frame.f_code.co_name == "get_model_status":
-            return True
+        if package == "peft":
+            if frame.f_code.co_name == "forward":
+                return False
+            is_peft = True
+        elif package != "torch":
+            return is_peft or package == "lightning_ptdp"
     return False
 
 

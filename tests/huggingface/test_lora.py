@@ -16,6 +16,7 @@ from lightning_ptdp.exchange import convert
 from lightning_ptdp.models import AdamWConfig, LitCausalLM, LoraOptions
 from lightning_ptdp.strategy import PTDPStrategy
 from lightning_ptdp.strategy.checks.model import check_model
+from lightning_ptdp.strategy.user_frames import is_allowed_loop
 from tests.huggingface.runs import LAYOUTS, SAMPLES, LitHuggingFace, Run, Samples, make_model
 from tests.models.fits import quiet_trainer
 from tests.optional import needs
@@ -219,6 +220,15 @@ class AgainstBase(LitHuggingFace):
 def test_step_that_disables_adapters_matches_single_process(layout, parity):
     run = adapted(target_modules=r".*_proj", init_lora_weights="gaussian")
     parity.check(replace(run, module=AgainstBase), LAYOUTS[layout])
+
+
+def test_loop_of_a_forward_of_peft_is_not_allowed():
+    """AdaLoRA's forward adds a penalty over the parameters."""
+    names = {"__name__": "peft.tuners.adapter"}
+    exec("def forward(call): return call()\ndef switch(call): return call()", names)
+    assert names["switch"](is_allowed_loop)
+    assert not names["forward"](is_allowed_loop)
+    assert not is_allowed_loop()
 
 
 @pytest.mark.parametrize(
