@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from lightning_ptdp.base.nested import Nested, batch_size
 from lightning_ptdp.base.random import derive_seed
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel import ReplicaBuffers
+from lightning_ptdp.engine.copy_comparison import CopyComparison
 from lightning_ptdp.engine.decoding import Decoding
 from lightning_ptdp.engine.metric_groups import BatchMetrics, scope_metrics
 from lightning_ptdp.engine.microbatches import microbatch_sizes, split_batch
@@ -127,6 +128,13 @@ class Engine:
         )
         self.gradients = self.optimization.gradients
         self._buffers = ReplicaBuffers(module, mesh.group("replica_sum"))
+        self._copies = CopyComparison(
+            mesh=mesh,
+            parallel=parallel,
+            gradients=self.gradients,
+            device=device,
+            shards_optimizer=config.shards_optimizer,
+        )
         self.agreement = RankAgreement(
             mesh=mesh,
             sizes=self._sizes,
@@ -184,7 +192,7 @@ class Engine:
         if not self._accumulated:
             self.broadcast_buffers()
         self._accumulated = self.gradients.accumulates
-        self._check_copies()
+        self._copies.check(self._step("training_step"))
         self.gradients.clears = clears
         output = (
             self._scheduled_training_step(context, args, loss_scale)
@@ -202,40 +210,6 @@ class Engine:
         """
         if self._config.broadcast_buffers:
             self._buffers.broadcast()
-
-    def _check_copies(self) -> None:
-        """Compare the copies of parameters and the learning rates that several ranks hold.
-
-        The comparison reads values from the device. Stages are compared at batches 1, 2, 4, 8 and
-        so on, replicas and tensor ranks at 16, 256, 4096 and so on. Replicas that shard the
-        optimizer receive each other's parameters after every step.
-        """
-        batch = self._step("training_step")
-        if not batch or batch & (batch - 1):
-            return
-        copies: dict[str, Mapping[str, Tensor]] = {"pipeline": self._parallel.kept}
-        if batch > 1 and batch.bit_length() % 4 == 1:
-            copies["tensor"] = self._parallel.copied("tensor")
-            # Experts differ between the ranks over which they are divided.
-            of_replicas = {} if self._config.shards_optimizer else self._parallel.copied("expert")
-            copies["replica_sum"] = {**of_replicas, **self._learning_rates()}
-        for axis, parameters in copies.items():
-            if parameters and self._mesh.group(axis).size > 1:
-                self.gradients.parameters_needed()
-                with self._parallel.computing():
-                    self.agreement.check_copies(parameters, axis)
-
-    def _learning_rates(self) -> dict[str, Tensor]:
-        optimizers = self._module.trainer.optimizers
-        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        rates = [group.get("lr") for group in groups]
-        return {
-            f"learning rate of parameter group {number}": torch.as_tensor(
-                rate, dtype=torch.float64, device=self._device
-            )
-            for number, rate in enumerate(rates)
-            if isinstance(rate, int | float | Tensor)  # Adafactor may compute its own
-        }
 
     def _scheduled_training_step(
         self, context: MakesContext, args: Sequence[Nested], loss_scale: Tensor | float

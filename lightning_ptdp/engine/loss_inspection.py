@@ -95,7 +95,7 @@ Sums = list[tuple[int, tuple[float, ...]]]
 
 
 def divided_sums(loss: Tensor, samples: int) -> Sums:
-    """Return the sums in a loss that numbers divide."""
+    """Return the sums in a loss that are divided by numbers."""
     return [
         (_summed(node).numel(), tuple(1 / abs(factor) for factor in factors))
         for node, factors in _scaled_sums(loss.grad_fn, (), samples)

@@ -1,11 +1,10 @@
-"""Agreement of ranks about data, parameters, and the next batch."""
+"""Agreement of ranks about data and the next batch."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -21,36 +20,10 @@ _READ = 65536
 """Elements of a tensor that are read; a larger tensor is read in equal steps."""
 _MASK = 2**62 - 1
 _NOTHING = -(2**63)
-_COPY_ROUNDING = MappingProxyType({"pipeline": 1e-5, "tensor": 1e-4, "replica_sum": 1e-5})
-"""Relative differences that are rounding: tensor ranks compute their copies' gradients, and stages
-and replicas receive the same sum.
-"""
 
 
 class BatchMismatchError(PTDPError, RuntimeError):
     """Ranks of one replica read different samples."""
-
-
-class UnequalCopiesError(PTDPError, RuntimeError):
-    """A parameter that several ranks hold differs between them."""
-
-
-_REASONS = MappingProxyType(
-    {
-        "pipeline": "is kept by every pipeline stage (ParallelPlan.everywhere), but its values differ "
-        "between them. A hook or the step changes it with weights that only one stage has, for example "
-        "in an average of the model's weights (AveragedModel, EMA). Use pipeline_parallel_size=1",
-        "tensor": "is whole on every tensor rank, but its values differ between them. If it is applied "
-        "to the output of a column layer, a rank's gradient is only a part of the sum: declare its "
-        "module as 'partial' in ParallelPlan(tensor=...). Otherwise, a hook or the step changes it with "
-        "weights, gradients or random numbers of one rank only. Or use tensor_parallel_size=1",
-        "replica_sum": "is the same on all replicas at the start, but its values differ between them. "
-        "The step, a hook, a scheduler or the optimizer changes it with a replica's own samples, random "
-        "numbers or metrics, for example to initialize it from the first batch. Compute the value from "
-        "the samples of all replicas (self.all_gather, self.log(..., sync_dist=True)), or make it a "
-        "buffer, which is broadcast",
-    }
-)
 
 
 def batch_sums(batch: Nested, *, replica: int, replicas: int, device: torch.device) -> Tensor:
@@ -67,15 +40,6 @@ def batch_sums(batch: Nested, *, replica: int, replicas: int, device: torch.devi
     sums[2 * replica] = total
     sums[2 * replica + 1] = -total
     return sums
-
-
-def _norm(tensor: Tensor) -> Tensor:
-    """Return the norm of a tensor as float64, of usual dtypes without a copy of the tensor."""
-    if tensor.dtype in (torch.bfloat16, torch.float16):
-        return torch.linalg.vector_norm(tensor, dtype=torch.float32).double()
-    if tensor.element_size() < 4 or not (tensor.is_floating_point() or tensor.is_complex()):
-        tensor = tensor.double()
-    return torch.linalg.vector_norm(tensor).double()
 
 
 def _checksum(tensor: Tensor) -> Tensor:
@@ -173,7 +137,7 @@ def _labels(batch: Nested, samples: int) -> tuple[str, Tensor] | None:
 
 @dataclass(kw_only=True, eq=False)
 class RankAgreement:
-    """Comparison of batches, parameters and loaders, and the results that all ranks agree on.
+    """Comparison of batches and loaders, and the results that all ranks agree on.
 
     Attributes:
         mesh: This rank's place.
@@ -278,25 +242,6 @@ class RankAgreement:
         if self._is_uneven and not counted and not self._warned and self.mesh.rank == 0:
             warnings.warn(describe_uneven(batch, batch_size(batch)), stacklevel=2)
         self._warned |= self._is_uneven
-
-    def check_copies(self, tensors: Mapping[str, Tensor], axis: str) -> None:
-        """Compare parameters of which all ranks of a group hold a copy; collective over the group.
-
-        Raises:
-            UnequalCopiesError: They differ. This happens with an average of the model's weights,
-                which each stage forms with its own weights only, with gradients of which a tensor
-                rank has a part, and with an initialization from the samples of one replica.
-        """
-        norms = [_norm(tensor.detach()) for tensor in tensors.values()]
-        low = torch.stack(norms).to(self.device)
-        high = low.clone()
-        group = self.mesh.group(axis).handle
-        dist.all_reduce(low, op=dist.ReduceOp.MIN, group=group)
-        dist.all_reduce(high, op=dist.ReduceOp.MAX, group=group)
-        differs = (high - low > _COPY_ROUNDING[axis] * high).tolist()
-        for name, differs_here in zip(tensors, differs, strict=True):
-            if differs_here:
-                raise UnequalCopiesError(f"'{name}' {_REASONS[axis]}")
 
     def is_same_length(self, length: int | None) -> bool:
         """Return True if all loaders are known to give the same number of batches.
