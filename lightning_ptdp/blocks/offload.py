@@ -261,7 +261,7 @@ class _Block:
         self._arriving = missing
 
     def __del__(self) -> None:
-        """Let the copies end that no backward has waited for."""
+        """Keep the memory of copies that no backward has waited for until they end."""
         if self.stream is None:
             return
         for storage in self._arriving:

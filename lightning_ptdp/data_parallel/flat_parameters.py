@@ -248,10 +248,10 @@ def lay_out(
 ) -> tuple[list[int], int]:
     """Return the offsets of parameters in a flat tensor, and its size.
 
-    With ``undivided`` no rank's part cuts a parameter: the largest ones are placed first, each in the
-    part that has least.
+    With ``undivided`` no rank's part cuts a parameter: the largest ones are placed first, each in
+    the part that has least.
     """
-    # A flat tensor of parameters without elements has elements, as it must have parts.
+    # Each parameter takes at least one element, so that every rank has a part.
     sizes = [aligned(max(parameter.numel(), 1)) for parameter in parameters]
     if undivided:
         parts = [0] * reduction.parts

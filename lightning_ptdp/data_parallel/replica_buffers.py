@@ -71,8 +71,8 @@ def _broadcast(places: list[Place], group: Group) -> None:
     if not group.rank:
         return
     for (registry, key, buffer), value in zip(places, values, strict=True):
-        # Lightning's validation runs in inference mode (not with gloo), and nothing can write to a
-        # tensor that it has made once it has ended.
+        # Lightning validates in inference mode, except with gloo. Tensors made there cannot be
+        # written to afterwards.
         if not _overlaps(buffer) and not buffer.is_inference():
             buffer.copy_(value)
         elif registry.get(key) is buffer:

@@ -42,7 +42,7 @@ def running_module() -> nn.Module | None:
 
 
 def is_allowed_loop() -> bool:
-    """Return True if code loops over parameters that does not compute with them.
+    """Return True if the code that loops over parameters does not compute with them.
 
     This package does so in a save in a step, and peft where it switches adapters off. A forward of
     peft may add a penalty (AdaLoRA).
