@@ -356,6 +356,10 @@ class Engine:
         elif averages or self._config.check_finite is not None:
             tokens = self._note_loss(output, args[0], inspection)
         factor: float | Tensor = 1 / self._mesh.group("replica_sum").size
+        if averages:
+            # Replicas that read other parameters have not started the same gathers yet.
+            self.gradients.parameters_needed()
+            self._check_counted((hook, *args[2:]), tokens is not None)
         if averages and tokens is not None:
             factor = self._weigh_calls(recorder.calls, tokens)
         if training:
@@ -391,8 +395,6 @@ class Engine:
             This replica's share of the tokens.
         """
         tokens = tokens.to(self._device, torch.float32)
-        # Replicas that read other parameters have not started the same gathers yet.
-        self.gradients.parameters_needed()
         with self._watchdog.counting(OTHER_REPLICAS):
             total, _ = weigh_over_replicas(calls, tokens, group=self._mesh.group("replica_sum"))
         # Tokens may be counted by weights, whose sum may be less than 1.
@@ -427,8 +429,15 @@ class Engine:
             repeat(report.logger_calls, trainer.loggers)
         return report
 
-    def _weigh(self, report: StepReport) -> None:
-        """Replace the numbers of this replica with those of all replicas."""
+    def _check_counted(self, key: Hashable, counted: bool) -> None:
+        with self._watchdog.counting(OTHER_REPLICAS):
+            self.agreement.check_counted(key, counted)
+
+    def _weigh(self, key: Hashable, report: StepReport) -> None:
+        """Replace the numbers of this replica with those of all replicas, if tokens are counted."""
+        self._check_counted(key, report.counted)
+        if not report.counted:
+            return
         assert isinstance(report.weight, Tensor)
         with self._watchdog.counting(OTHER_REPLICAS):
             report.weight, report.loss = weigh_over_replicas(
@@ -470,7 +479,7 @@ class Engine:
             owners=self._owners,
             loggers=self._loggers,
             stream=self._stream,
-            weigh=self._weigh if self._weighs(hook) else None,
+            weigh=partial(self._weigh, (hook, *args[2:])) if self._weighs(hook) else None,
             **training,
         )
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -161,6 +161,7 @@ class RankAgreement:
     _is_uneven: bool = False
     _warned: bool = False
     _count: int | None = None
+    _counted: dict[Hashable, bool] = field(default_factory=dict)
 
     def collect(self, batch: Nested, *, training: bool) -> Tensor | None:
         """Return the numbers whose maximum over ranks ``take`` expects.
@@ -242,6 +243,31 @@ class RankAgreement:
         if self._is_uneven and not counted and not self._warned and self.mesh.rank == 0:
             warnings.warn(describe_uneven(batch, batch_size(batch)), stacklevel=2)
         self._warned |= self._is_uneven
+
+    def check_counted(self, key: Hashable, counted: bool) -> None:
+        """Check that all replicas count the tokens of all batches, or of none.
+
+        The first call with a key is collective over the replicas, and waits for the device.
+
+        Args:
+            key: The step, and the loader of its batches.
+            counted: Whether the step returned its number of tokens.
+
+        Raises:
+            ValueError: They differ, so a replica would wait for a sum that another does not start.
+        """
+        differs = counted != self._counted.get(key, counted)
+        if key not in self._counted:
+            self._counted[key] = counted
+            flags = torch.tensor([counted, not counted], dtype=torch.int32, device=self.device)
+            group = self.mesh.group("replica_sum").handle
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+            differs = bool(flags.all())
+        if differs:
+            raise ValueError(
+                "the step returned 'num_tokens' for some batches or replicas, but not for others. "
+                "Return it always, also as 0"
+            )
 
     def is_same_length(self, length: int | None) -> bool:
         """Return True if all loaders are known to give the same number of batches.

@@ -381,7 +381,7 @@ class LightningJob(StepJob):
                 if part is None
                 else PartReports(report, weight=shares.sum(), group=part.group, device=self.device)
             )
-            if counted and self.weigh is not None:
+            if self.weigh is not None:
                 self.weigh(report)
             spread = [] if self.spread is None else [*self.spread]
             numbers = numbers_on(

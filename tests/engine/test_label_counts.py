@@ -129,6 +129,32 @@ def test_labels_counted_in_some_microbatches_are_refused(pool):
     pool.run(fit_sometimes, world_size=1)
 
 
+class LitCountsWhere(LitLabels):
+    """Counts its labels on one replica, or in all batches but the first."""
+
+    def __init__(self, replica: int | None) -> None:
+        super().__init__(True, 1.0)
+        self.replica = replica
+
+    def training_step(self, batch, batch_idx):
+        output = super().training_step(batch, batch_idx)
+        counts = batch_idx > 0 if self.replica is None else self.global_rank == self.replica
+        return output if counts else output["loss"]
+
+
+def fit_counts_where(rank, replica, microbatches):
+    data = Labels(uneven=False).make_data()
+    trainer = make_trainer(PTDPStrategy(num_microbatches=microbatches), 2, max_steps=2)
+    with pytest.raises(ValueError, match="'num_tokens' for some batches or replicas, but not for"):
+        trainer.fit(LitCountsWhere(replica), DataLoader(data, batch_size=4))
+
+
+@pytest.mark.parametrize("replica", [1, None])
+@pytest.mark.parametrize("microbatches", [None, 2])
+def test_labels_counted_by_some_replicas_or_batches_are_refused(microbatches, replica, pool):
+    pool.run(fit_counts_where, world_size=2, args=(replica, microbatches))
+
+
 def test_label_counts_are_compared_per_sample():
     labels = torch.ones(3, 4, dtype=torch.int64)
     cpu = torch.device("cpu")
