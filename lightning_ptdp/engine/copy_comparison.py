@@ -31,9 +31,9 @@ _REASONS = MappingProxyType(
         "weights, gradients or random numbers of one rank only. Or use tensor_parallel_size=1",
         "replica_sum": "is the same on all replicas at the start, but its values differ between them. "
         "The step, a hook, a scheduler or the optimizer changes it with a replica's own samples, random "
-        "numbers or metrics, for example to initialize it from the first batch. Compute the value from "
-        "the samples of all replicas (self.all_gather, self.log(..., sync_dist=True)), or make it a "
-        "buffer, which is broadcast",
+        "numbers, metrics or gradients (torch.autograd.grad), for example to initialize it from the "
+        "first batch. Compute the value from the samples of all replicas (self.manual_backward, "
+        "self.all_gather, self.log(..., sync_dist=True)), or make it a buffer, which is broadcast",
     }
 )
 
@@ -64,7 +64,8 @@ class CopyComparison:
         """Compare the copies before some batches; collective.
 
         The comparison reads values from the device. Stages are compared at batches 1, 2, 4, 8 and
-        so on, replicas and tensor ranks at 16, 256, 4096 and so on.
+        so on, replicas and tensor ranks at 16, 256, 4096 and so on, and under manual optimization
+        also at 1.
 
         Raises:
             UnequalCopiesError: Copies differ.
@@ -72,7 +73,9 @@ class CopyComparison:
         if not batch or batch & (batch - 1):
             return
         copies: dict[str, Mapping[str, Tensor]] = {"pipeline": self.parallel.kept}
-        if batch > 1 and batch.bit_length() % 4 == 1:
+        # Under manual optimization, the step itself may write gradients of its own samples.
+        module: LightningModule = self.parallel.module
+        if batch > module.automatic_optimization and batch.bit_length() % 4 == 1:
             copies["tensor"] = self.parallel.copied("tensor")
             # Experts differ between the ranks over which they are divided.
             of_replicas = {} if self.shards_optimizer else self.parallel.copied("expert")

@@ -235,18 +235,35 @@ class LitOwnRate(LitBlocks):
         self.optimizers().param_groups[1]["lr"] = 1e-3 * batch.float().mean().item()
 
 
+class LitOwnGradients(LitBlocks):
+    """Writes the gradients of torch.autograd.grad, as gradient surgery does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        parameters = [*self.parameters()]
+        gradients = torch.autograd.grad(self.loss(batch), parameters)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        self.optimizers().step()
+
+
 @pytest.mark.parametrize(
     ("options", "kind", "name"),
     [
         ({}, LitDataDependent, "shift"),
+        ({}, LitOwnGradients, "wte.weight"),
         ({"tensor_parallel_size": 2, "plan": PLAN}, LitDataDependent, "shift"),
         ({"shard": "optimizer"}, LitOwnRate, "learning rate of parameter group 1"),
     ],
 )
 def test_value_of_one_replicas_samples_is_refused(options, kind, name, conformance):
     place = Place(world_size=2 * options.get("tensor_parallel_size", 1), layout=options)
-    # The replicas are compared after 16 batches.
-    for message in conformance.ranks(run_refused, place, kind, 17):
+    # The replicas are compared after 16 batches, under manual optimization also after the first.
+    batches = 2 if kind is LitOwnGradients else 17
+    for message in conformance.ranks(run_refused, place, kind, batches):
         assert message.startswith(f"UnequalCopiesError: '{name}' is the same on all replicas")
 
 
