@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -29,6 +29,9 @@ _BETWEEN_NUMBERS = _THROUGH | {"DivBackward0", "MulBackward0", "NegBackward0", "
 _ELEMENTWISE = _BETWEEN_NUMBERS | {
     *("AbsBackward0", "ExpBackward0", "LogBackward0", "PowBackward0", "SoftplusBackward0")
 }
+_OF_PARAMETERS = _ELEMENTWISE | {
+    *("PermuteBackward0", "SliceBackward0", "TBackward0", "TransposeBackward0")
+}
 _EXTREMES = MappingProxyType(
     {
         **dict.fromkeys(("Max", "Amax"), "maximum"),
@@ -36,6 +39,14 @@ _EXTREMES = MappingProxyType(
         "Median": "median",
     }
 )
+_CURVED = frozenset(
+    (
+        *("Abs", "Clamp", "Exp", "Log", "Log10", "Log1P", "Log2", "Logsumexp", "LinalgVectorNorm"),
+        *("Pow", "Prod", "Reciprocal", "Relu", "Rsqrt", "Sigmoid", "Softplus", "Sqrt", "Std"),
+        *("Tanh", "Var"),
+    )
+)
+"""Functions whose mean over microbatches is not that of the batch."""
 _DIVISORS = MappingProxyType(
     {
         "DivBackward0": "_saved_other",
@@ -69,6 +80,15 @@ def warn_of_loss(loss: Tensor, *, samples: int, replicas: bool, compares: bool =
                 stacklevel=2,
             )
             break
+    curve = next((node for node in _numbers(loss) if _is_curved(node, samples)), None)
+    if curve is not None:
+        warnings.warn(
+            f"the loss contains '{_function(curve).lower()}' of a number that depends on all samples "
+            f"of one {part}, as Dice, RMSE and correlations do, but {parts} are averaged, and one "
+            "process computes it over the whole batch. Compute it for each sample and return the "
+            f"mean, or use {'one replica' if replicas else 'num_microbatches=1'} ({PAGE})",
+            stacklevel=2,
+        )
     if compares and any(_compares_samples(node) for node in _ends(loss.grad_fn, _SCALED)):
         remedy = "Use num_microbatches=1 or a larger micro_batch_size"
         if replicas:
@@ -313,6 +333,47 @@ def _is_extreme(node: Any, samples: int) -> bool:
     dims = getattr(node, "_saved_dim", None)
     of_all = dims is None or len(shape) == 1 or (not isinstance(dims, int) and not dims)
     return of_all and shape.numel() > 1 and not _has_no_samples(node, shape, samples)
+
+
+def _numbers(loss: Tensor) -> Iterator[Any]:
+    """Yield the operations of the loss on numbers, and those that reduce tensors to them."""
+    return _ancestors(loss.grad_fn, lambda node: not _shape(node))
+
+
+def _ancestors(node: Any, chosen: Callable[[Any], bool] = lambda node: True) -> Iterator[Any]:
+    pending = [] if node is None else [node]
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        yield node
+        new = {one for one in _before(node) if one not in seen and chosen(one)}
+        seen |= new
+        pending += new
+
+
+def _shape(node: Any) -> torch.Size:
+    """Return the shape of the first result of an operation."""
+    return torch.Size(node._input_metadata[0].shape)
+
+
+def _is_curved(node: Any, samples: int) -> bool:
+    """Return True if an operation is not linear in numbers of the samples."""
+    before = [one for one, _ in node.next_functions]
+    function = _function(node)
+    if function == "Mul":
+        return all(_has_samples(one, samples) for one in before)
+    if function == "Div":
+        return _has_samples(before[-1], samples)
+    return function in _CURVED and _has_samples(before[0], samples)
+
+
+def _has_samples(node: Any, samples: int) -> bool:
+    """Return True if an operation uses a tensor with the samples along dimension 0."""
+    return any(
+        _shape(one)[:1] == (samples,)
+        and not all(hasattr(end, "variable") for end in _ends(one, _OF_PARAMETERS))
+        for one in _ancestors(node)
+    )
 
 
 def _function(node: Any) -> str:

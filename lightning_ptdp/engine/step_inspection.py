@@ -102,7 +102,8 @@ class FirstBatchInspection:
         epochs = self._scheduler_epochs()
 
         def warn_of_writes() -> None:
-            names = dict.fromkeys(self._written(versions, state, () if recomputes else _NORMS))
+            ignored = () if recomputes else _NORMS
+            names = dict.fromkeys(self._written(versions, state, ignored, job.sizes))
             if is_last and self._scheduler_epochs() != epochs:
                 names["self.lr_schedulers()"] = None
             if not names:
@@ -123,6 +124,7 @@ class FirstBatchInspection:
         versions: Mapping[str, tuple[Tensor, int]],
         state: StepState,
         ignored: tuple[type[nn.Module], ...],
+        sizes: Sequence[int],
     ) -> Iterator[str]:
         current = dict(_tensors(self.module))
         for name, (value, version) in versions.items():
@@ -138,6 +140,14 @@ class FirstBatchInspection:
                 change.how == "set"
                 and len(change.path) == 2
                 and any(tensor.grad_fn is None for tensor in tensors)
+            ):
+                yield change.name
+            # A number that grows by one in each run counts runs, unless it counts samples.
+            if (
+                change.how == "set"
+                and isinstance(change.value, int | float)
+                and len(sizes) < sum(sizes)
+                and change.value == state.before(change.path, change.value) + len(sizes)
             ):
                 yield change.name
 

@@ -278,13 +278,7 @@ class LitMeans(LitPlain):
     def loss(self, prediction, y):
         error = (prediction - y).square()
         means = error.mean(1).mean(0) + error.mean((0, 1)) + error[:, :2].T.mean(0).mean()
-        return (
-            means
-            + error.norm(2)
-            + torch.norm(error, 2)
-            + F.normalize(error, 2, 1).mean()
-            + torch.max(prediction, y).mean()
-        )
+        return means + F.normalize(error, 2, 1).mean() + torch.max(prediction, y).mean()
 
 
 class LitWeighted(LitPlain):
@@ -339,6 +333,56 @@ class LitPenalty(LitPlain):
         return super().loss(prediction, y) + 1e-3 * penalty
 
 
+class LitRoot(LitPlain):
+    def loss(self, prediction, y):
+        return F.mse_loss(prediction, y).sqrt()
+
+
+class LitOverlap(LitPlain):
+    """The soft Dice loss over the whole batch."""
+
+    def loss(self, prediction, y):
+        p, target = prediction.sigmoid(), y > 0
+        return 1 - 2 * (p * target).sum() / (p.sum() + target.sum())
+
+
+class LitNorm(LitPlain):
+    def loss(self, prediction, y):
+        return 0.1 * (prediction - y).norm() + F.mse_loss(prediction, y)
+
+
+class LitOrthogonal(LitPlain):
+    """Nonlinear functions of parameters, and of the losses of samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.zeros(()))
+
+    def loss(self, prediction, y):
+        w = self.net[0].weight
+        v = w[:3]
+        penalty = (v @ v.T - torch.eye(3)).norm() + (w.norm() ** 2 + 1).sqrt()
+        errors = (prediction - y).square().mean(1).sqrt()
+        return errors.mean() * torch.exp(-self.scale) + self.scale + 0.1 * penalty
+
+
+class Curriculum:
+    def __init__(self):
+        self.step = 0
+
+
+class LitCounter(LitPlain):
+    """Counts its steps, as a curriculum does."""
+
+    def __init__(self):
+        super().__init__()
+        self.state = Curriculum()
+
+    def loss(self, prediction, y):
+        self.state.step += 1
+        return super().loss(prediction / self.state.step, y)
+
+
 class LitAuxiliary(LitPlain):
     """A part of the loss that is handed on by an attribute."""
 
@@ -371,6 +415,11 @@ CASES = {
     LitDivided: None,
     LitAuxiliary: None,
     LitPenalty: None,
+    LitOrthogonal: None,
+    LitRoot: "the loss contains 'sqrt' of a number",
+    LitOverlap: "the loss contains 'div' of a number",
+    LitNorm: "the loss contains 'linalgvectornorm' of a number",
+    LitCounter: "training_step writes self.state['step'], but",
     LitMeans: None,
     LitNormalized: "test_step_inspection.py, line",
     LitHardest: "test_step_inspection.py, line",
