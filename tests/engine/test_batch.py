@@ -184,6 +184,19 @@ def test_arrays_and_lists_of_samples_are_merged():
     assert merged["classes"].tolist() == ["x", "y"]
 
 
+def test_numbers_and_missing_outputs_are_merged():
+    outputs = [
+        {"right": 4, "task": 3, "auxiliary": torch.ones(()), "first": "a"},
+        {"right": 1, "task": 3, "auxiliary": None},
+    ]
+    assert merge_outputs(outputs, (2, 1), (2.0, 1.0)) == {
+        "right": 3.0,
+        "task": 3,
+        "auxiliary": [torch.ones(()), None],
+        "first": ["a", None],
+    }
+
+
 def test_fields_of_outputs_are_merged():
     merged = merge_outputs(
         [Labelled(torch.zeros(2, 3), "a"), Labelled(torch.ones(1, 3), "a")], (2, 1), (2.0, 1.0)
