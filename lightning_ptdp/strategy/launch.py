@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import multiprocessing
 import os
 import signal
 import sys
@@ -17,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from lightning_ptdp.base.output import survive_closed_output
+from lightning_ptdp.data_parallel.replica_buffers import overlaps
 from lightning_ptdp.forward.surroundings import Context
 from lightning_ptdp.parameters.materialize import Materializer, make_room
 from lightning_ptdp.pipeline.p2p import PeerError
@@ -60,6 +62,12 @@ def make_launcher(strategy: StrategyBase) -> Launcher:
             "interactive prompt, which has no script to run again. Use "
             'Trainer(strategy="ptdp_fork") or start_method="fork" and do not use CUDA before '
             "fit, or run a script"
+        )
+    if start_method != "popen" and multiprocessing.current_process().daemon:
+        raise strategy.refusal(
+            f"start_method={start_method!r} cannot start processes from a daemonic process, such as a "
+            "worker of multiprocessing.Pool. Train in the main process, or in a worker of "
+            "concurrent.futures.ProcessPoolExecutor"
         )
     namespace = strategy._names.namespace
     if start_method == "popen":
@@ -278,6 +286,10 @@ def _read_weights(strategy: CheckpointHooks, path: str) -> None:
             materialize(child, name)
         make_room(module, device=cpu)
     weights = torch.load(path, map_location="cpu", weights_only=False, mmap=True)
+    for child in module.modules():
+        for key, buffer in child._buffers.items():
+            if buffer is not None and buffer.layout is torch.strided and overlaps(buffer):
+                child._buffers[key] = buffer.clone()  # an expanded tensor cannot be written to
     # The ranks may have added or removed layers.
     module.load_state_dict(weights, strict=False)
 

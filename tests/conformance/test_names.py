@@ -2,15 +2,18 @@
 
 import copy
 import importlib
+import multiprocessing
 import os
 import pickle
 import sys
+from functools import partial
 
 import lightning.pytorch as L
 import psutil
 import pytest
 import torch
 from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_ptdp.checkpoint.save_agreement import own_rank
 from lightning_ptdp.strategy import PTDPStrategy, strategy_class
@@ -211,6 +214,37 @@ def test_parent_process_gets_whole_model_from_forked_ranks(fresh, pool):
     assert_weights(trained, pool.run(alone, world_size=1)[0])
     assert trained["net.0.weight"].shape == (16, FEATURES)
     assert again == pytest.approx(val_loss, rel=1e-5)
+
+
+class LitExpanded(LitNet):
+    """Has an expanded buffer, which cannot be written to."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(1).expand(4))
+
+    def training_step(self, batch, batch_idx):
+        self.scale = self.scale + 1
+        return super().training_step(batch, batch_idx)
+
+
+def test_parent_process_gets_buffer_that_was_expanded(fresh):
+    place = Place(world_size=2, layout={"start_method": "fork"})
+    ((trained, _, _),) = fresh.run(forked, world_size=1, args=(place, LitExpanded))
+    assert len(trained["scale"].unique()) == 1 < trained["scale"][0]
+
+
+@pytest.mark.parametrize("method", ["fork", "popen"])
+def test_daemonic_process_starts_only_scripts(method, monkeypatch):
+    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)
+    trainer = partial(L.Trainer, strategy=PTDPStrategy(start_method=method), devices=2, **QUIET)
+    if method == "popen":
+        trainer()
+        return
+    with pytest.raises(
+        MisconfigurationException, match="from a daemonic process, such as a worker"
+    ):
+        trainer()
 
 
 def test_exception_on_one_forked_rank_ends_all_and_is_shown(fresh):
