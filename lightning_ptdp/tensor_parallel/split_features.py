@@ -218,6 +218,8 @@ class _Features(PartialValues):
             return
         for module in running_modules():
             numbers = {key: value for key, value in vars(module).items() if type(value) is int}
+            for name_of_config, config in vars(module).items():
+                numbers |= _heads(name_of_config, config)
             key = next((key for key, value in numbers.items() if value == full[-2]), None)
             known_size = full[-1] in (value for other, value in numbers.items() if other != key)
             if known_size or (module, key) in self._numbers:
@@ -255,6 +257,16 @@ class _Features(PartialValues):
             "rank has a part. Declare the parts of a fused layer (Column(parts=(...))), or leave "
             "the layer and the row layer after it out of ParallelPlan(tensor=...)"
         )
+
+
+def _heads(name: str, config: object) -> dict[str, int]:
+    """Return the numbers of heads, and their sizes, in an object with options."""
+    options = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
+    return {
+        f"{name}.{key}": value
+        for key, value in options.items()
+        if "head" in str(key) and type(value) is int
+    }
 
 
 def _differ(tensors: Sequence[Tensor], ranks: int) -> bool:

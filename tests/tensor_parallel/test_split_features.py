@@ -1,6 +1,7 @@
 """Functions of features of which each tensor rank has a part, and parameters applied to them."""
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import lightning.pytorch as L
 import pytest
@@ -104,6 +105,16 @@ class CountedHeads(Heads):
         super().__init__(-1, INNER // 4)
 
 
+class ConfiguredHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.config = SimpleNamespace(n_head=4, n_layer=2)
+
+    def forward(self, h):
+        parts = h.reshape(*h.shape[:-1], self.config.n_head, -1)
+        return parts.softmax(-1).flatten(-2)
+
+
 def heads_of_parts(h, extra):
     return sum(extra(part) for part in h.chunk(2, -1))
 
@@ -113,6 +124,11 @@ OF_HEADS = {
     "all heads": (lambda h, extra: extra(h), {"extra": Heads}),
     "all heads of parts": (heads_of_parts, {"extra": Heads, **PARTS}),
     "sizes": (lambda h, extra: extra(h), {"extra": WholeHeads}),
+    "config": (lambda h, extra: extra(h), {"extra": ConfiguredHeads}),
+}
+WRONG_HEADS = {
+    "sizes": "with the sizes (8, 3, 4, 8)",
+    "config": "which ConfiguredHeads.config.n_head",
 }
 DIVIDED = {"numbers": {"h.*.extra": {"heads": PerRank()}}}
 EQUAL = {
@@ -221,7 +237,7 @@ def test_function_of_split_features_is_refused_with_its_line(name, pool):
 @pytest.mark.parametrize("name", OF_HEADS)
 def test_heads_of_whole_layer_are_refused_with_remedy(name, pool):
     run = Run(case=name).on((2, {T: 2}))
-    wrong = "with the sizes (8, 3, 4, 8)" if name == "sizes" else "which Heads.heads counts"
+    wrong = WRONG_HEADS.get(name, "which Heads.heads counts")
     for message in pool.run(refused, world_size=2, args=(run,)):
         assert "calls reshape" in message and wrong in message
         assert "'h.0.up'" in message and "reshape(..., -1, head_size)" in message
