@@ -51,7 +51,7 @@ class PartialValues(CallMode):
             PartialModelError: The result is a number that requires all values.
         """
         parts = [tensor for tensor in call.tensors() if tensor in self._names]
-        self.line = calling_line(unless="lightning_ptdp") if parts and self._divided else None
+        self.line = calling_line("lightning_ptdp") if parts and self._divided else None
         if self.line is not None:
             self._check_call(call, parts)
         result = call.run()

@@ -194,17 +194,17 @@ def is_mode_frame(frame: FrameType) -> bool:
     )
 
 
-def calling_line(unless: str | None = None) -> str | None:
+def calling_line(*unless: str) -> str | None:
     """Return the file and line of the innermost code outside of torch and of modes.
 
-    The result is None if that code belongs to the package ``unless``.
+    The result is None if that code belongs to one of the packages ``unless``.
     """
     torch_folder = os.path.dirname(torch.__file__) + os.sep
     for frame in outer_frames():
         file = frame.f_code.co_filename
         if file.startswith(torch_folder) or is_mode_frame(frame):
             continue
-        if frame.f_globals.get("__name__", "").partition(".")[0] == unless:
+        if frame.f_globals.get("__name__", "").partition(".")[0] in unless:
             break
         return f"{os.path.basename(file)}, line {frame.f_lineno},"
     return None

@@ -308,9 +308,9 @@ class _Reductions(CallMode):
         if self.place is not None:
             return call.run()
         if self._reduces(call) or self._compares(call):
-            # Metrics add up the counts of microbatches and replicas. A loss has a gradient.
+            # Metrics and experts add up the counts of all ranks. A loss has a gradient.
             is_loss = any(x.requires_grad for x in call.tensors())
-            line = calling_line(unless=None if is_loss else "torchmetrics")
+            line = calling_line(*(() if is_loss else ("torchmetrics", "lightning_ptdp")))
             self.place = None if line is None else f"{line} computes the {call.name}"
         result = call.run()
         if isinstance(result, Tensor) and self._is_stack(call, result):

@@ -130,7 +130,7 @@ class TokenMixing(CallMode):
 
     def observe_call(self, call: TorchCall) -> Any:
         """Run a call, and refuse it if it combines tokens."""
-        line = calling_line(unless="lightning_ptdp") if self.tokens else None
+        line = calling_line("lightning_ptdp") if self.tokens else None
         if line is None:
             return call.run()
         if self._mixes_rows(call) or (call.name not in self._allowed and self._mixes(call)):

@@ -142,7 +142,7 @@ class _Features(PartialValues):
                 self._copied[one] for one in tensors if one in self._copied and one.requires_grad
             ]
         # Functions of this package sum the gradients.
-        line = calling_line(unless="lightning_ptdp") if layer is not None or copied else None
+        line = calling_line("lightning_ptdp") if layer is not None or copied else None
         try:
             result = super().observe_call(call)
         except RuntimeError as error:

@@ -1,10 +1,12 @@
 """A user's mixture with distributed experts, compared with a single process."""
 
+import warnings
+
 import pytest
 
 from tests.expert_parallel.toy import LitMixture, Run
 from tests.letters import E, M, P, V, Z
-from tests.parity import assert_weights_near
+from tests.parity import assert_weights_near, fit
 from tests.pool import WorkerFailure
 
 pytestmark = pytest.mark.thorough
@@ -25,6 +27,19 @@ pytestmark = pytest.mark.thorough
 )
 def test_weights_equal_single_process(world_size, layout, routing, parity):
     parity.check(Run(routing=routing), (world_size, layout))
+
+
+def fit_with_warnings(rank, run):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(rank, run)
+    return [str(one.message) for one in caught]
+
+
+def test_counts_of_as_many_ranks_as_samples_do_not_warn(pool):
+    run = Run(steps=1, global_batch=4).on((2, {E: 2}))
+    for told in pool.run(fit_with_warnings, world_size=2, args=(run,)):
+        assert not [one for one in told if "over dimension 0" in one]
 
 
 def test_rank_holds_its_shard_of_experts(parity):
