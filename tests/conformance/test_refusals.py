@@ -106,11 +106,20 @@ class LitTunable(LitNet):
     [
         (
             {"callbacks": [StochasticWeightAveraging(1e-2)]},
-            ["StochasticWeightAveraging", "pipeline_parallel_size=1"],
+            ["StochasticWeightAveraging", "t1 p2 d2", "only data parallelism"],
         ),
-        ({"callbacks": [EMAWeightAveraging()]}, ["EMAWeightAveraging", "pipeline_parallel_size=1"]),
-        ({"callbacks": [LearningRateFinder()]}, ["LearningRateFinder", "pipeline_parallel_size=1"]),
-        ({"callbacks": [BatchSizeFinder()]}, ["BatchSizeFinder", "pipeline_parallel_size=1"]),
+        (
+            {"callbacks": [EMAWeightAveraging()]},
+            ["EMAWeightAveraging", "t1 p2 d2", "only data parallelism"],
+        ),
+        (
+            {"callbacks": [LearningRateFinder()]},
+            ["LearningRateFinder", "t1 p2 d2", "only data parallelism"],
+        ),
+        (
+            {"callbacks": [BatchSizeFinder()]},
+            ["BatchSizeFinder", "t1 p2 d2", "only data parallelism"],
+        ),
         ({"callbacks": [ModelPruning("l1_unstructured")]}, ["ModelPruning", "before fit"]),
         ({"sync_batchnorm": True}, ["sync_batchnorm=True does not work on the CPU"]),
         ({"plugins": [OwnLayerSync()]}, ["OwnLayerSync", "sync_batchnorm=True"]),
@@ -128,6 +137,14 @@ class LitTunable(LitNet):
 def test_callback_or_plugin_is_refused_for_split_model(settings, words):
     with raises_with(words, MisconfigurationException):
         make_trainer(TWO_BY_TWO, **settings).fit(LitTunable(), loader())
+
+
+@pytest.mark.usefixtures("nothing_starts")
+@pytest.mark.parametrize("callback", [EMAWeightAveraging(), ModelPruning("l1_unstructured")])
+def test_layout_that_splits_sequences_is_named_for_callback(callback):
+    place = Place(world_size=2, layout={"context_parallel_size": 2, "start_method": "fork"})
+    with pytest.raises(MisconfigurationException, match=r"c2 .*divides it, or its sequences"):
+        make_trainer(place, callbacks=[callback]).fit(LitTunable(), loader())
 
 
 @pytest.mark.usefixtures("nothing_starts")

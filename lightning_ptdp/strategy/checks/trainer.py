@@ -210,15 +210,14 @@ def _check_callback(strategy: CheckpointHooks, trainer: Trainer, callback: objec
         )
     if copies_model and layout.divides_model:
         yield (
-            f"the callback {name} copies or re-runs the whole model, which no rank has under "
-            "tensor or pipeline parallelism. Use it with tensor_parallel_size=1 and "
-            "pipeline_parallel_size=1"
+            f"the callback {name} copies or re-runs the whole model, but {layout.describe()} "
+            "divides it, or its sequences, among ranks. Use only data parallelism"
         )
     if prunes and layout.divides_model:
         yield (
-            f"the callback {name} compares weights of the whole model, but a rank would see "
-            "and prune only its own part. Use it with tensor_parallel_size=1 and "
-            "pipeline_parallel_size=1, or prune before fit"
+            f"the callback {name} compares weights of the whole model, but {layout.describe()} "
+            "divides it, or its sequences, among ranks. Use only data parallelism, or prune before "
+            "fit"
         )
     if prunes and on_copies:
         yield (
