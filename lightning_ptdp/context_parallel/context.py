@@ -168,7 +168,7 @@ class ContextParallel(Surrounding):
             return contextlib.nullcontext()
         self._watched.add(forward.kind)
         tokens = running.length // self.group.size
-        return TokenMixing(
+        watch = TokenMixing(
             lambda call: ContextParallelError(
                 f"{call}, which combines tokens, but each of {self.group.size} context ranks has a "
                 f"slice of {tokens} tokens. Only torch.nn.functional.scaled_dot_product_attention "
@@ -186,6 +186,8 @@ class ContextParallel(Surrounding):
             tokens=tokens,
             samples=running.samples,
         )
+        watch.length = running.length
+        return watch
 
     def moved(self, before: Any, after: Any) -> None:
         """Record padding masks that hide nothing, while they can be read on the host."""

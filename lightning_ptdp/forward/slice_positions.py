@@ -2,23 +2,30 @@
 
 ``torch.arange(x.size(1))`` counts the tokens of the slice, ``attention_mask.cumsum(-1)`` those that
 are not padding, and ``self.encoding[:, : x.size(1)]`` is the first part of a table. Each of them
-ignores the slices of the other ranks. Comparisons of such numbers, as in masks, are not reported.
+ignores the slices of the other ranks. So do comparisons with other numbers, as in the mask of a
+window or of padding (``torch.arange(n) < lengths[:, None]``). Comparisons of two such positions, as
+in a causal mask, are not reported.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_ptdp.base.torch_calls import TorchCall, running_modules
 
+_MOVING = "__add__ __floordiv__ __radd__ __rsub__ __sub__ add floor_divide sub"
+"""Functions that may change positions by a number."""
 _KEEPING = (
-    "__add__ __getitem__ __radd__ __rsub__ __sub__ add bfloat16 clamp clamp_ clamp_min clone "
-    "contiguous double expand expand_as flatten float half int long masked_fill masked_fill_ relu "
-    "repeat reshape squeeze sub to type type_as unsqueeze view where"
+    f"{_MOVING} __abs__ __getitem__ __neg__ abs bfloat16 clamp clamp_ clamp_min clone contiguous "
+    "double expand expand_as flatten float half int long masked_fill masked_fill_ neg relu repeat "
+    "reshape squeeze to type type_as unsqueeze view where"
 )
 """Functions whose result still counts tokens."""
 _ARITHMETIC = (
@@ -26,6 +33,25 @@ _ARITHMETIC = (
     "sin true_divide"
 )
 """Functions that turn positions into features."""
+_COMPARING = (
+    "__eq__ __ge__ __gt__ __le__ __lt__ __ne__ eq ge greater greater_equal gt le less less_equal lt "
+    "ne not_equal"
+)
+_TRIANGLES = ("tril", "tril_", "triu", "triu_")
+
+
+@dataclass(frozen=True)
+class _Count:
+    """Positions that ``line`` counted.
+
+    Attributes:
+        is_distance: True for differences of positions.
+        moved: Numbers that were added to them.
+    """
+
+    line: str
+    is_distance: bool = False
+    moved: float = 0
 
 
 class SlicePositions:
@@ -34,7 +60,9 @@ class SlicePositions:
     def __init__(self) -> None:
         self._counted: Any = WeakIdKeyDictionary()
 
-    def counted_at(self, line: str, call: TorchCall, result: Any, tokens: int) -> str | None:
+    def counted_at(
+        self, line: str, call: TorchCall, result: Any, tokens: int, length: int
+    ) -> str | None:
         """Return the line that counted positions from the start of a slice, if they are used now.
 
         Args:
@@ -42,35 +70,82 @@ class SlicePositions:
             call: The call.
             result: Its result.
             tokens: Number of tokens in the slice.
+            length: Number of tokens in the full sequence.
         """
         if not isinstance(result, Tensor):
             return None
         name = call.name
         if name in _COUNTING:
             if _COUNTING[name](call, tokens):
-                self._counted[result] = line
+                self._counted[result] = _Count(line)
             return None
+        if name in _TRIANGLES and result.shape[-2:] == (tokens, tokens):
+            # A band that is narrower than the slice cannot be the mask of an attention.
+            return line if tokens <= abs(call.argument(1, "diagonal", 0)) < length else None
         first = call.first
-        indexes = isinstance(first, Tensor) and name == "__getitem__"
-        if indexes and _starts_table(first, call.second, tokens):
+        if (
+            name == "__getitem__"
+            and isinstance(first, Tensor)
+            and _starts_table(first, call.second, tokens)
+        ):
+            if result.shape[-2:] == (tokens, tokens) and first.size(-1) == first.size(-2):
+                return None if _is_causal(first[..., :length, :length]) else line
             if first.is_floating_point():
                 return line
             if (first.flatten()[0] != first.flatten()[-1]).item():
-                self._counted[result] = line
+                self._counted[result] = _Count(line)
             return None
-        counted = next((self._counted[x] for x in call.tensors() if x in self._counted), None)
-        if counted is None:
-            return None
+        counts = [self._counted[x] for x in call.tensors() if x in self._counted]
+        uses = bool(counts) and self._uses(call, result, counts, tokens, length)
+        return counts[0].line if uses else None
+
+    def _uses(
+        self, call: TorchCall, result: Tensor, counts: Sequence[_Count], tokens: int, length: int
+    ) -> bool:
+        """Return True if a call turns positions into something else."""
+        name = call.name
+        first = call.first
         if name == "embedding":
-            return counted if call.second.size(0) > tokens else None
-        if indexes and first not in self._counted:
-            return counted if _is_table(first) and max(first.shape) > tokens else None
-        if indexes and result.dim() < first.dim() and tokens not in result.shape:
-            return None  # the length of each sequence, such as ``mask.cumsum(1)[:, -1]``
+            return call.second.size(0) > tokens
+        if name == "__getitem__" and first not in self._counted:
+            return _is_table(first) and max(first.shape) > tokens
+        if name == "__getitem__" and result.dim() < first.dim() and tokens not in result.shape:
+            return False  # the length of each sequence, such as ``mask.cumsum(1)[:, -1]``
+        if name in _COMPARING.split():
+            other = call.second if first in self._counted else first
+            return _limits(name, other if len(counts) == 1 else None, counts, length)
         computes = name in _ARITHMETIC.split()
         if computes or name in _KEEPING.split():
-            self._counted[result] = counted
-        return counted if computes and result.is_floating_point() else None
+            numbers = [abs(x) for x in call.values[:2] if isinstance(x, int | float)]
+            self._counted[result] = _Count(
+                counts[0].line,
+                is_distance=any(one.is_distance for one in counts) or len(counts) > 1,
+                moved=max(one.moved for one in counts)
+                + (sum(numbers) if name in _MOVING.split() else 0),
+            )
+        return computes and result.is_floating_point()
+
+
+def _limits(name: str, other: object, counts: Sequence[_Count], length: int) -> bool:
+    """Return True for a comparison with ``other`` that tokens of other slices would change.
+
+    None: two positions are compared.
+    """
+    moved = max(one.moved for one in counts)
+    if other is None:
+        return 0 < moved < length
+    if not isinstance(other, int | float):
+        return True
+    distance = moved + abs(other)
+    if distance == 0:
+        return not counts[0].is_distance and name.strip("_") not in ("ge", "lt")  # of any position
+    return distance < length
+
+
+def _is_causal(table: Tensor) -> bool:
+    """Return True for a mask (..., n, n) of causal attention, or with one value."""
+    lower = torch.ones(table.shape[-2:], dtype=torch.bool, device=table.device).tril()
+    return torch.equal(table, torch.where(lower, table[..., -1:, :1], table[..., :1, -1:]))
 
 
 def _counts(call: TorchCall, tokens: int) -> bool:
@@ -92,7 +167,12 @@ def _sums_mask(call: TorchCall, tokens: int) -> bool:
     )
 
 
-_COUNTING = MappingProxyType({"arange": _counts, "cumsum": _sums_mask})
+def _divides(call: TorchCall, tokens: int) -> bool:
+    """Return True for a weight of each of n ``tokens``."""
+    return bool(call.argument(2, "steps") == tokens)
+
+
+_COUNTING = MappingProxyType({"arange": _counts, "cumsum": _sums_mask, "linspace": _divides})
 """Functions that count tokens -> whether a call counts those of the slice."""
 
 

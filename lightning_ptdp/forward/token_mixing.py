@@ -11,6 +11,7 @@ and (b, h, n) in functions of torch that work along the last dimension.
 from __future__ import annotations
 
 import contextlib
+import sys
 import warnings
 from collections.abc import Callable, Collection, Container, Sequence
 from functools import partial
@@ -105,7 +106,10 @@ class TokenMixing(CallMode):
             because ranks average the loss that it is a part of; None: it never is.
         tokens: n, tokens of this rank's slice; 0: not known yet, and nothing is checked.
         samples: b.
+        length: Tokens of the full sequence, if known.
     """
+
+    length: int = sys.maxsize
 
     def __init__(
         self,
@@ -152,7 +156,7 @@ class TokenMixing(CallMode):
         elif self._loses_tokens(call, result):
             self._refuse(line, call)
         elif self.tokens not in self._sizes:
-            counted = self._positions.counted_at(line, call, result, self.tokens)
+            counted = self._positions.counted_at(line, call, result, self.tokens, self.length)
             if counted is not None:
                 raise self._refused_positions(f"{counted} counts positions from 0 ({call.name})")
         return result

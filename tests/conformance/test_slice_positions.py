@@ -88,7 +88,7 @@ class Segments(nn.Module):
 
 
 class Masked(nn.Module):
-    """Numbers of tokens that are only compared, or choose rows of the slice."""
+    """Numbers of tokens that are only compared with each other, or choose rows of the slice."""
 
     def forward(self, x):
         places = torch.arange(x.size(1))
@@ -97,7 +97,15 @@ class Masked(nn.Module):
         return x * (places[:, None] >= places[:1]) * is_first + x[:, places] * 0
 
 
-COUNTING = (Sinusoids, Learned, Embedded, Stored, Counted, Rotary)
+class Lengths(nn.Module):
+    """Sequences with lengths."""
+
+    def forward(self, x):
+        lengths = torch.full((len(x), 1), SLICE + 1)
+        return x * (torch.arange(x.size(1)) < lengths).unsqueeze(-1)
+
+
+COUNTING = (Sinusoids, Learned, Embedded, Stored, Counted, Rotary, Lengths)
 HARMLESS = (Segments, Masked)
 
 
@@ -224,3 +232,76 @@ def test_tensor_of_all_tokens_beside_slice_is_refused(shape):
         hidden + torch.zeros(shape)
     with watch, pytest.raises(RuntimeError, match="must match"):  # another error
         hidden + torch.zeros(SLICE, WIDTH + 1)
+
+
+def causal(order, **options):
+    return torch.ones(LONGEST, LONGEST, **options).tril(order)
+
+
+def tables():
+    distance = torch.arange(LONGEST)[:, None] - torch.arange(LONGEST)
+    hidden = torch.full((LONGEST, LONGEST), -torch.inf).triu(1)
+    window = (distance >= 0) & (distance < SLICE)
+    return {
+        "boolean": (causal(0, dtype=torch.bool), True),
+        "additive": (hidden, True),
+        "of heads": (causal(0)[None, None], True),
+        "window": (window, False),
+        "additive window": (torch.zeros(LONGEST, LONGEST).where(window, -torch.inf), False),
+        "slopes": (-distance.abs() * torch.tensor([0.5, 0.25])[:, None, None], False),
+    }
+
+
+def watched():
+    watch = TokenMixing(
+        ValueError, refused_positions=ValueError, sizes=(WIDTH,), tokens=SLICE, samples=3
+    )
+    watch.length = LENGTH
+    return watch
+
+
+@pytest.mark.parametrize("name", tables())
+def test_table_of_mask_is_accepted_if_it_is_causal(name):
+    table, is_accepted = tables()[name]
+
+    class Table(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("table", table)
+
+        def forward(self):
+            return self.table[..., :SLICE, :SLICE]
+
+    with watched():
+        if is_accepted:
+            Table()()
+            return
+        with pytest.raises(ValueError, match="counts positions from 0"):
+            Table()()
+
+
+@pytest.mark.parametrize(
+    ("compare", "is_accepted"),
+    {
+        "causal": (lambda i: i[None] <= i[:, None], True),
+        "causal distance": (lambda i: i[:, None] - i >= 0, True),
+        "long window": (lambda i: i[None] > i[:, None] - LENGTH, True),
+        "longer than sequence": (lambda i: i < LENGTH, True),
+        "any position": (lambda i: i >= 0, True),
+        "window": (lambda i: i[None] > i[:, None] - SLICE, False),
+        "distance": (lambda i: (i[:, None] - i).abs() < SLICE, False),
+        "blocks": (lambda i: i[None] // SLICE == i[:, None] // SLICE, False),
+        "lengths": (lambda i: i < torch.tensor([[7], [9], [8]]), False),
+        "first token": (lambda i: i > 0, False),
+        "triangles": (lambda i: torch.ones(SLICE, SLICE).tril().triu(1), True),
+        "band": (lambda i: torch.ones(SLICE, SLICE).tril().triu(-SLICE), False),
+        "weights": (lambda i: torch.ones(3, SLICE) * torch.linspace(0, 1, SLICE), False),
+    }.values(),
+)
+def test_comparison_with_tokens_of_other_slices_is_refused(compare, is_accepted):
+    with watched():
+        if is_accepted:
+            compare(torch.arange(SLICE))
+            return
+        with pytest.raises(ValueError, match="counts positions from 0"):
+            compare(torch.arange(SLICE))

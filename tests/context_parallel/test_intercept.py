@@ -309,7 +309,7 @@ REFUSED = {
         r"mask of shape \(1, 1, 16, 16\)",
     ),
     "hidden padding": (
-        partial(Mixed, lambda length: (torch.arange(length) < 3)[None]),
+        partial(Mixed, lambda length: torch.tensor([[True] * 3 + [False] * (length - 3)])),
         "as 'attention_mask'",
     ),
     "trained bias": (
