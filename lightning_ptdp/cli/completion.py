@@ -63,13 +63,12 @@ _COMMAND = re.compile(r"^    ([a-z]+)(?: |$)", re.MULTILINE)
 
 def run(verb: str, arguments: list[str]) -> int:
     """Print a shell's script or, when that script asks, the words that complete a line."""
+    if arguments[:1] == ["words"]:  # not parsed: argparse would remove a "--" of the line
+        print("\n".join(complete(arguments[2:])))
+        return 0
     parser = verb_parser(verb, _DESCRIPTION)
-    parser.add_argument("shell", choices=(*_SCRIPTS, "words"), help="words: used by the scripts")
-    parser.add_argument("line", nargs="*", help="words: the current line, without ptdp")
-    options = parser.parse_args(arguments)
-    print(
-        _SCRIPTS[options.shell] if options.shell in _SCRIPTS else "\n".join(complete(options.line))
-    )
+    parser.add_argument("shell", choices=(*_SCRIPTS,))
+    print(_SCRIPTS[parser.parse_args(arguments).shell])
     return 0
 
 
@@ -78,8 +77,16 @@ def complete(line: Sequence[str]) -> list[str]:
 
     The list is empty where the line takes a file or a free value.
     """
-    *before, current = line or [""]
-    return sorted({word for word in _candidates(before, current) if word.startswith(current)})
+    # bash makes three words of --config=gpt, zsh and fish one.
+    *before, current = [word for word in line if word != "="] or [""]
+    prefix = ""
+    if line[-1:] == ["="]:
+        before, current = [*before, current], ""
+    elif current.startswith("-") and "=" in current:
+        option, _, current = current.partition("=")
+        before, prefix = [*before, option], f"{option}="
+    words = {word for word in _candidates(before, current) if word.startswith(current)}
+    return sorted(prefix + word for word in words)
 
 
 def _candidates(before: Sequence[str], current: str) -> Sequence[str]:
@@ -102,8 +109,8 @@ def _candidates(before: Sequence[str], current: str) -> Sequence[str]:
         return [*_COMMON, *options, *_keys(before)] if current.startswith("-") else []
     module = importlib.import_module(VERBS[verb][0])
     commands = _COMMAND.findall(_help(module, verb, []))
-    if len(before) == 1 and commands and not current.startswith("-"):
-        return commands
+    if not current.startswith("-"):
+        return commands if len(before) == 1 else []
     return _OPTION.findall(
         _help(module, verb, before[1:2] if before[1:2] and before[1] in commands else [])
     )

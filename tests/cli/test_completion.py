@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from lightning_ptdp.cli.completion import complete
+from lightning_ptdp.cli.config_files import recipe_names
 from lightning_ptdp.cli.entry import VERBS
 
 
@@ -31,6 +32,12 @@ from lightning_ptdp.cli.entry import VERBS
         ("fit --launcher s", ["skypilot", "slurm"]),
         ("fit --ckpt_path x", []),
         ("fti --config ", []),
+        ("fit --config = gpt/megatron-1", ["gpt/megatron-1.2b"]),  # as bash splits it
+        ("fit --config =", recipe_names()),
+        ("fit --config = bert/nano --data.pai", ["--data.pairs"]),
+        ("fit --config=gpt/megatron-1", ["--config=gpt/megatron-1.2b"]),
+        ("convert ", []),  # a file
+        ("generate --checkpoint ", []),
     ],
 )
 def test_completion_offers_matching_words(line, offered):
@@ -61,6 +68,7 @@ def test_bash_completion_does_not_import_torch(tmp_path):
     script = """
     eval "$(ptdp completion bash)"
     COMP_WORDS=(ptdp fit --config gpt/124) COMP_CWORD=3; _ptdp; echo "${COMPREPLY[@]}"
+    COMP_WORDS=(ptdp recipes --) COMP_CWORD=2; _ptdp; echo "${COMPREPLY[@]}"
     COMP_WORDS=(ptdp "") COMP_CWORD=1; _ptdp; echo "${COMPREPLY[@]}"
     complete -p ptdp
     """
@@ -74,6 +82,7 @@ def test_bash_completion_does_not_import_torch(tmp_path):
     )
     assert done.stdout.splitlines() == [
         "gpt/124m",
+        "--help",
         " ".join(sorted([*VERBS, "--help", "--version"])),
         "complete -o default -F _ptdp ptdp",
     ], done.stderr
