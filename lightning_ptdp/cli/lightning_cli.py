@@ -225,8 +225,12 @@ def _with_class_path(arguments: list[str]) -> list[str]:
     for option in options_on(arguments):
         package, _, name = (option.value or "").rpartition(".")
         is_ours = package.partition(".")[0] in ("", "lightning_ptdp")
-        path = _CLASS_PATHS.get((option.name, name)) if is_ours else None
-        words += option.words if path is None else [f"{option.name}.class_path={path}"]
+        key = option.name.removesuffix(".class_path").removesuffix("+")
+        path = _CLASS_PATHS.get((key, name)) if is_ours else None
+        if path is None:
+            words += option.words
+        else:
+            words.append(f"{option.name if '+' in option.name else f'{key}.class_path'}={path}")
     return words
 
 
@@ -237,6 +241,17 @@ _CLASS_PATHS: Mapping[tuple[str, str], str] = MappingProxyType(
         ("--trainer.logger", "MLFlowLogger"): "lightning_ptdp.loggers.MLFlowLogger",
     }
 )
+
+
+def _with_our_logger(values: Any) -> Any:
+    """Return values of a file with this package's logger for the class path ``MLFlowLogger``."""
+    if isinstance(values, list):
+        return [_with_our_logger(value) for value in values]
+    if not isinstance(values, dict):
+        return values
+    named = {key: _with_our_logger(value) for key, value in values.items()}
+    path = _CLASS_PATHS.get(("--trainer.logger", str(named.get("class_path"))))
+    return named if path is None else {**named, "class_path": path}
 
 
 def take_tokenizer(config: Namespace) -> None:
@@ -292,5 +307,9 @@ def parsed_values(arguments: list[str]) -> dict[str, Any]:
 
 # The loader also reads files that a configuration names, such as --model model.yaml.
 _CHECKED = "checked yaml"
-set_loader(_CHECKED, lambda text: checked(text, get_loader("yaml")), exceptions=(ValueError,))
+set_loader(
+    _CHECKED,
+    lambda text: _with_our_logger(checked(text, get_loader("yaml"))),
+    exceptions=(ValueError,),
+)
 set_dumper("yaml", dump_yaml)  # else config.yaml of a run is read back differently

@@ -1,4 +1,4 @@
-"""A strategy named on the command line keeps its options from the configuration."""
+"""Short names of the strategy, which keeps its options from the configuration, and the logger."""
 
 from collections.abc import Mapping
 
@@ -37,6 +37,25 @@ def test_strategy_keeps_options_of_configuration(arguments, microbatches):
     assert isinstance(strategy, Mapping)
     assert strategy["class_path"] == "lightning_ptdp.PTDPStrategy"
     assert (strategy["init_args"]["num_microbatches"] or 1) == microbatches
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--config=trainer: {logger: {class_path: MLFlowLogger}}\n"],
+        ["--config=trainer: {logger: [{class_path: MLFlowLogger}]}\n"],
+        ["--trainer.logger=MLFlowLogger"],
+        ["--trainer.logger.class_path=MLFlowLogger"],
+        ["--trainer.logger+=MLFlowLogger"],
+    ],
+)
+def test_mlflow_logger_without_module_is_ours(arguments):
+    logger = parsed_values([MODEL, *arguments, "--trainer.logger.save_dir=here"])["trainer"][
+        "logger"
+    ]
+    (logger,) = logger if isinstance(logger, list) else [logger]
+    assert logger["class_path"] == "lightning_ptdp.loggers.MLFlowLogger"
+    assert logger["init_args"]["save_dir"] == "here"
 
 
 @pytest.mark.parametrize("value", ["lightning_ptdp.PTDPStrategy", "PTDPStrategy", "ptdp"])
