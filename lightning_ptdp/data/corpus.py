@@ -201,7 +201,9 @@ class Corpus:
     def _text_document(
         self, piece: FilePiece, data: bytes, report: ReadReport
     ) -> Iterator[Document]:
-        text = self._decode(data, piece.name, report, piece.start)
+        text = self._decode(data, piece.name, report, piece.start) or ""
+        if piece.start == 0:
+            text = text.removeprefix("\ufeff")
         if text:
             yield Document(piece.name, text)
 

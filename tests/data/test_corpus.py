@@ -53,6 +53,13 @@ def test_listed_files_are_read_in_order_with_any_suffix(tmp_path):
     assert documents == [Document("b.anything", "b.anything"), Document("a.txt", "a.txt")]
 
 
+def test_byte_order_mark_is_not_text(tmp_path):
+    (tmp_path / "a.txt").write_text("one\ufeff two", encoding="utf-8-sig")
+    (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbf")
+    documents = list(Corpus(source=[tmp_path / "a.txt", tmp_path / "b.txt"]).documents())
+    assert documents == [Document("a.txt", "one\ufeff two")]
+
+
 def test_json_line_is_one_document(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_bytes(
