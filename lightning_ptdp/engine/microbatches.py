@@ -113,7 +113,7 @@ def merge_outputs(
 ) -> Nested:
     """Merge the outputs of the microbatches into one output.
 
-    Tensors and arrays with the samples along dimension 0 are concatenated, numbers are averaged
+    Tensors and arrays with the samples along dimension 0 are concatenated, scalars are averaged
     with ``weights``, and lists of samples are joined. A list of scalars is averaged item by item. A
     value of any other kind must be equal in all microbatches; otherwise the list of all values is
     returned, with None for a key that a microbatch lacks.
@@ -121,9 +121,6 @@ def merge_outputs(
     first = outputs[0]
     if len(outputs) == 1:
         return first
-    if all(isinstance(o, int | float | np.number) for o in outputs):
-        numbers = [torch.tensor(o, dtype=torch.float64) for o in outputs]
-        return first if len({*outputs}) == 1 else float(_weighted_mean(numbers, weights))
     if len({*map(type, outputs)}) > 1:
         return list(outputs)
     if isinstance(first, Tensor):
@@ -142,6 +139,10 @@ def merge_outputs(
             key: merge_outputs([part.get(key) for part in parts], sizes, weights) for key in keys
         }
         return rebuilt(first, merged)
+    if isinstance(first, float | np.floating):
+        return float(
+            _weighted_mean([torch.tensor(o, dtype=torch.float64) for o in outputs], weights)
+        )
     if isinstance(first, np.ndarray):
         if first.ndim and all(len(o) == n for o, n in zip(outputs, sizes, strict=True)):
             return np.concatenate(outputs)
