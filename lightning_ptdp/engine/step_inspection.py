@@ -307,7 +307,7 @@ class _Reductions(CallMode):
         """Run a call, and note whether it reduces the samples."""
         if self.place is not None:
             return call.run()
-        if self._reduces(call) or self._compares(call):
+        if self._reduces(call) or self._compares(call) or self._differentiates(call):
             # Metrics and experts add up the counts of all ranks. A loss has a gradient.
             is_loss = any(x.requires_grad for x in call.tensors())
             line = calling_line(*(() if is_loss else ("torchmetrics", "lightning_ptdp")))
@@ -354,6 +354,12 @@ class _Reductions(CallMode):
             pairs = x.dim() == 2 and y.shape == x.shape[::-1]
         rows = x.shape[:-1].numel()
         return pairs and _root(x) is _root(y) and rows in self._compared
+
+    def _differentiates(self, call: TorchCall) -> bool:
+        """Return True for gradients of parameters on which the loss may depend."""
+        if call.name != "grad" or not call.argument(4, "create_graph", False):
+            return False
+        return any(map(self._is_own, iterate_tensors(call.argument(1, "inputs", ()))))
 
     def _is_own(self, x: Tensor) -> bool:
         """Return True for a weight or a buffer, and for views of it."""

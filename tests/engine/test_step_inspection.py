@@ -351,6 +351,26 @@ class LitNorm(LitPlain):
         return 0.1 * (prediction - y).norm() + F.mse_loss(prediction, y)
 
 
+class LitInnerStep(LitPlain):
+    """Takes a step inside of the loss, as meta-learning does."""
+
+    def loss(self, prediction, y):
+        loss = F.mse_loss(prediction, y)
+        w = self.net[3].weight
+        (gradient,) = torch.autograd.grad(loss, [w], create_graph=True)
+        return F.mse_loss(y @ (w - 0.1 * gradient), y)
+
+
+class LitInputGradient(LitPlain):
+    """A penalty on the gradient with respect to the samples."""
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0].requires_grad_()
+        prediction = self.net(x)
+        gradient = torch.autograd.grad(prediction.sum(), x, create_graph=True)[0]
+        return self.loss(prediction, batch[1]) + gradient.square().sum(1).sqrt().mean()
+
+
 class LitOrthogonal(LitPlain):
     """Nonlinear functions of parameters, and of the losses of samples."""
 
@@ -416,6 +436,8 @@ CASES = {
     LitAuxiliary: None,
     LitPenalty: None,
     LitOrthogonal: None,
+    LitInputGradient: None,
+    LitInnerStep: "test_step_inspection.py, line",
     LitRoot: "the loss contains 'sqrt' of a number",
     LitOverlap: "the loss contains 'div' of a number",
     LitNorm: "the loss contains 'linalgvectornorm' of a number",
