@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from lightning_ptdp.pipeline.remote_modules import (
 )
 from lightning_ptdp.pipeline.stage_run import StageRun
 
+_READABLE = (Tensor.dtype.__get__, Tensor.device.__get__)  # type: ignore[attr-defined]
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 
 
@@ -131,6 +132,23 @@ class Absent(Placeholder):
     __getitem__ = forward  # of a list or dictionary of parameters or modules
 
 
+class RemoteWeight(Tensor):
+    """Weight of a stub, of which only the dtype and the device can be read."""
+
+    stub: Stub
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        """Return the dtype or the device, or raise the error of the stub."""
+        if function in _READABLE:
+            return super().__torch_function__(function, types, args, kwargs)
+        values = (*args, *(kwargs or {}).values())
+        weight = next(value for value in values if isinstance(value, cls))
+        return Placeholder.__getattr__(weight.stub, "weight")
+
+
 class Stub(Placeholder):
     """A module before the blocks.
 
@@ -142,7 +160,19 @@ class Stub(Placeholder):
     ) -> None:
         super().__init__(name, original, boundary)
         self._ptdp_shape = shape
+        self._ptdp_dtype = getattr(getattr(original, "weight", None), "dtype", None)
         self._keep_hooks(original, inside=False)
+
+    @property
+    def weight(self) -> Tensor:
+        """Return a tensor with the dtype and device of the weight, and nothing else."""
+        received = self._running().received
+        if self._ptdp_dtype is None or received is None:
+            raise AttributeError("weight")  # continues in __getattr__
+        device = next((tensor.device for tensor in received.tensors), None)
+        weight = torch.empty(0, dtype=self._ptdp_dtype, device=device).as_subclass(RemoteWeight)
+        weight.stub = self
+        return weight
 
     def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
         """Return zeros in the shape of the original's output."""
@@ -201,4 +231,4 @@ def _zeros_after_linear(x: Tensor, *, width: int) -> Tensor:
 
 
 def _unchanged(x: Tensor) -> Tensor:
-    return x
+    return x.contiguous()

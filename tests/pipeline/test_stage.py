@@ -218,6 +218,45 @@ def test_reading_weight_of_other_stage_is_refused():
         run_stage(Peeking(), 2, HIDDEN)
 
 
+class AsksForDtypes(Net):
+    """Reads dtypes and devices of modules before and after the blocks."""
+
+    def forward(self, ids):
+        x = self.embedding(ids.to(self.embedding.weight.device)).to(self.embedding.weight.dtype)
+        x = self.run_layers(x.to(self.embedding.weight.dtype))
+        return self.head(self.norm(x.to(self.head.weight.dtype)))
+
+
+def test_dtype_and_device_of_weight_of_other_stage_can_be_read():
+    whole, ids = AsksForDtypes().double(), torch.randint(0, 11, (2, 5))
+    assert torch.equal(run_cut(whole, ids), whole(ids))
+
+
+class ViewsNorm(Net):
+    """Reshapes the output of a norm, which is contiguous also if its input is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.first_norm = nn.LayerNorm(6)
+
+    def forward(self, ids):
+        x = self.first_norm(torch.ones(*ids.T.shape, 6).transpose(0, 1)).view(-1, 6)
+        return self.head(self.norm(self.run_layers(x)))
+
+
+def test_norm_before_blocks_returns_contiguous_tensor_on_every_stage():
+    whole, ids = ViewsNorm(), torch.zeros(2, 5, dtype=torch.long)
+    parts = ModelParts(
+        blocks=("layers",), before=("embedding", "first_norm"), after=("norm", "head")
+    )
+    result = None
+    for stage in range(3):
+        part = copy.deepcopy(whole)
+        cut = PipelineCut(part, parts=parts, ranges=RANGES, stages=(stage,))
+        result = cut.run(stage, result, lambda part=part: part(ids), training=True)
+    assert torch.equal(result, whole(ids))
+
+
 class CallsLayerOfBlock(Net):
     """Calls a layer of the first block, which is on another stage."""
 
