@@ -37,8 +37,7 @@ def call_order(model: nn.Module) -> list[str] | None:
     ``dummy_inputs`` of the first Hugging Face model inside, and only that model is called.
 
     Returns:
-        The names, or None if there is no such example or if the forward cannot run without data
-        (because its behaviour depends on values).
+        The names, or None if there is no such example or if the forward cannot run without data.
     """
     all_calls = (example.calls() for example in examples(model))
     return next((calls for calls in all_calls if calls is not None), None)
@@ -57,11 +56,11 @@ def used_uncalled(model: nn.Module) -> frozenset[str]:
     """Return the names of the modules whose parameters the forward uses without a call.
 
     ``F.linear(x, self.embedding.weight)`` is such a use. Only uses that the example shows are
-    found. Decisions that depend on values are made as if the values were zero.
+    found.
     """
     names: set[str] = set()
     for name, module, args, kwargs in examples(model):
-        uses = _Uses(module, guesses=True)
+        uses = _Uses(module)
         uses.run(args, kwargs)
         names.update(_within(name, inner) for inner in uses.uncalled)
     return frozenset(names)
@@ -69,6 +68,14 @@ def used_uncalled(model: nn.Module) -> frozenset[str]:
 
 def _within(name: str, inner: str) -> str:
     return f"{name}.{inner}" if name and inner else name or inner
+
+
+class _Guesses(CallMode):
+    """Makes decisions that depend on values as if the values were zero."""
+
+    def observe_call(self, call: TorchCall) -> Any:
+        """Run a call, or return the value that it would read."""
+        return _READS[call.name] if call.name in _READS else call.run()
 
 
 _SHAPE = Tensor.shape.__get__  # type: ignore[attr-defined]
@@ -82,7 +89,7 @@ _READS = {
 }
 
 
-class _Uses(CallMode):
+class _Uses(_Guesses):
     """Trace of one run of ``model`` without data.
 
     Attributes:
@@ -91,12 +98,11 @@ class _Uses(CallMode):
             being called.
     """
 
-    def __init__(self, model: nn.Module, *, guesses: bool = False) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.calls: list[str] = []
         self.uncalled: set[str] = set()
         self._model = model = without_tensors(model).eval()
-        self._guesses = guesses
         self._running: Counter[str] = Counter()
         self._owners: dict[int, list[str]] = {}
         for name, module in model.named_modules():
@@ -126,8 +132,6 @@ class _Uses(CallMode):
 
     def observe_call(self, call: TorchCall) -> Any:
         """Run a call, and note the parameters that it uses."""
-        if self._guesses and call.name in _READS:
-            return _READS[call.name]
         # Models read dtype or device from the first parameter that they find, but read the shape of
         # a specific parameter. Of these reads, only that of the shape counts as a use.
         if call.name != "__get__" or call.function == _SHAPE:
@@ -135,7 +139,7 @@ class _Uses(CallMode):
                 owners = self._owners.get(id(tensor), [])
                 if not any(self._running[owner] for owner in owners):
                     self.uncalled.update(owners)
-        return call.run()
+        return super().observe_call(call)
 
 
 def _on_meta(arguments: Any) -> Any:
@@ -311,7 +315,7 @@ def _run_stages(
     return None
 
 
-class _Numbers(CallMode):
+class _Numbers(_Guesses):
     """Notes the numbers with a gradient that functions return, without keeping them."""
 
     def __init__(self) -> None:
@@ -320,7 +324,7 @@ class _Numbers(CallMode):
 
     def observe_call(self, call: TorchCall) -> Any:
         """Run a call, and note its result."""
-        result = call.run()
+        result = super().observe_call(call)
         if isinstance(result, Tensor) and result.requires_grad and result.numel() == 1:
             self._seen.append(weakref.ref(result))
         return result
