@@ -209,7 +209,9 @@ class Boundary:
         run = self.running
         if layer.container != run.container or (run.begun and not run.reached):
             raise StageError(
-                f"block '{name}' was called before any block of the first pipeline stage"
+                f"block '{name}' was called before any block of the first pipeline stage. To keep "
+                "another model, such as a teacher, on every stage, use "
+                "ParallelPlan(everywhere=('teacher',))"
                 if run.received is None
                 else f"block '{name}' was called before the preceding blocks, which are on "
                 f"pipeline stage {run.stage}"

@@ -21,8 +21,8 @@ from lightning_ptdp.tensor_parallel import ParallelPlan
 from lightning_ptdp.tensor_parallel.named_modules import nearest_names
 
 
-def find_blocks(model: nn.Module) -> tuple[str, ...]:
-    """Return the dotted names of the repeated containers.
+def find_blocks(model: nn.Module, everywhere: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return the dotted names of the repeated containers outside of the modules ``everywhere``.
 
     The list or sequence of modules with the most parameters is always a container. Other lists,
     such as that of an encoder next to that of a decoder, count if all of their members have the
@@ -36,6 +36,7 @@ def find_blocks(model: nn.Module) -> tuple[str, ...]:
         name: module
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList | nn.Sequential)
+        and not any(f"{name}.".startswith(f"{other}.") for other in everywhere)
     }
     counts = {
         name: [sum(p.numel() for p in child.parameters()) for child in module.children()]
@@ -130,7 +131,7 @@ def find_parts(model: nn.Module, plan: ParallelPlan = _EMPTY) -> ModelParts:
             forward does not call the layers one after the other; or it calls a module on both sides
             of them.
     """
-    names = find_blocks(model) if plan.blocks is None else as_names(plan.blocks)
+    names = find_blocks(model, plan.everywhere) if plan.blocks is None else as_names(plan.blocks)
     for name in names:
         _check_container(model, name)
     parts = {name: list(getattr(plan, name)) for name in ("before", "between", "after")}
@@ -169,9 +170,11 @@ def find_parts(model: nn.Module, plan: ParallelPlan = _EMPTY) -> ModelParts:
 def _by_registration(model: nn.Module, blocks: Sequence[str], *, named: set[str]) -> dict[str, int]:
     """Return the modules with parameters outside the containers, by name.
 
-    The value is the number of containers registered before the module.
+    The value is the number of containers registered before the module, or before the first
+    registration of a module with several names.
     """
     positions: dict[str, int] = {}
+    first: dict[nn.Module, int] = {}
     passed = 0
 
     def walk(module: nn.Module, prefix: str) -> None:
@@ -183,7 +186,9 @@ def _by_registration(model: nn.Module, blocks: Sequence[str], *, named: set[str]
             elif any(block.startswith(f"{name}.") for block in blocks):
                 walk(child, f"{name}.")
             elif name not in named and list(child.parameters()):
-                positions[name] = passed
+                for inner in child.modules():
+                    first.setdefault(inner, passed)
+                positions[name] = first[child]
 
     if "" not in blocks:
         walk(model, "")
@@ -223,6 +228,8 @@ def _called_at(
                 f"call all of '{first}' before '{second}'. Name the containers in the order of "
                 "their calls, or only one of them"
             )
+    named = model.get_submodule(name)
+    name = next(other for other, module in model.named_modules() if module is named)
     calls = [
         place for place, call in enumerate(order) if call == name or call.startswith(f"{name}.")
     ]
@@ -241,9 +248,10 @@ def _called_at(
 def _in_order(names: Sequence[str], best: str, order: Sequence[str] | None) -> tuple[str, ...]:
     """Return the containers in call order.
 
-    Only the largest container is returned if calls of containers are interleaved.
+    Only the largest container is returned if calls of containers are interleaved. ``order`` begins
+    with the called model. If a container is not in it, the order of registration is taken.
     """
-    if order is None:
+    if order is None or (order[0] and any(not n.startswith(f"{order[0]}.") for n in names)):
         return tuple(names)
     spans = {}
     for name in names:

@@ -319,8 +319,9 @@ class StageRun:
 LOST = (
     "the code between or after the repeated blocks (a sum around a block, a loss, a log) uses "
     "values that modules of an earlier pipeline stage computed before the blocks. Only inputs "
-    "and outputs of blocks are sent to later stages. Move this code into the blocks, compute "
-    "the values again after the blocks, or use pipeline_parallel_size=1"
+    "and outputs of blocks are sent to later stages. Move this code into the blocks, keep these "
+    "modules, such as a teacher, on every stage (ParallelPlan(everywhere=('teacher',))), or use "
+    "pipeline_parallel_size=1"
 )
 NOT_PASSED = (
     "the step uses a tensor that a block on an earlier pipeline stage returned, but the model "

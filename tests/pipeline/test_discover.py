@@ -52,7 +52,7 @@ def test_registration_order_is_used_without_example_input():
 def test_value_dependent_forward_cannot_be_traced():
     class Looks(Model):
         def forward(self, ids):
-            return super().forward(ids[ids > 1] if ids.any() else ids)
+            return super().forward(ids[ids > 1])
 
     assert trace_calls(Looks(), torch.zeros(2, 3, dtype=torch.int64)) is None
 
@@ -122,12 +122,39 @@ def test_module_used_without_call_is_kept_on_every_stage():
         find_parts(model, ParallelPlan(everywhere=("memories",)))
 
 
+def test_blocks_are_not_searched_in_modules_of_every_stage():
+    model = nn.ModuleDict({"teacher": Model(), "student": Model()})
+    assert find_parts(model).blocks == ("teacher.layers", "student.layers")
+    parts = find_parts(model, ParallelPlan(everywhere=("teacher",)))
+    assert (parts.blocks, parts.before[:1]) == (("student.layers",), ("teacher",))
+
+
+def test_alias_of_module_runs_where_the_module_does():
+    class Prompted(nn.Module):
+        """Gives an embedding a second name, as peft's prompt tuning does."""
+
+        example_input_array = Model.example_input_array
+
+        def __init__(self):
+            super().__init__()
+            self.base = Model()
+            self.word_embeddings = self.base.embedding
+
+        def forward(self, ids):
+            return self.base(self.word_embeddings(ids).argmax(-1))
+
+    assert find_parts(Prompted()).before == ("base.embedding", "word_embeddings")
+    model = Prompted()
+    model.example_input_array = model.base.example_input_array = None
+    assert "word_embeddings" in find_parts(model).before
+
+
 def test_value_dependent_branch_does_not_hide_uncalled_modules():
     class Looks(Uncalled):
         def forward(self, ids):
             return super().forward(ids + (1 if 3 in ids or ids.any() else 0))
 
-    assert call_order(Looks()) is None
+    assert call_order(Looks())[-1] == "head"
     assert find_parts(Looks()).everywhere == ("embedding", "memory")
 
 
