@@ -44,6 +44,11 @@ def adapters_of(module: nn.Module) -> list[str] | None:
     return list(getattr(module, "scaling"))  # noqa: B009 - its type is peft's
 
 
+def adds_penalty(module: nn.Module) -> bool:
+    """Return True if a module adds a penalty on all its adapters to the loss."""
+    return type(module).__name__ == "AdaLoraModel"
+
+
 @contextlib.contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """Let the model compute with its original weights inside the context.

@@ -99,7 +99,8 @@ def check_adapters(model: nn.Module, kinds: Mapping[str, Kind]) -> None:
         ValueError: An adapter cannot be split.
     """
     for name, module in model.named_modules():
-        configs = vars(module).get("peft_config")
+        # A prompt's configuration is private.
+        configs = vars(module).get("peft_config") or vars(module).get("_peft_config")
         for key, config in configs.items() if isinstance(configs, dict) else ():
             if (kind := getattr(config.peft_type, "value", config.peft_type)) != "LORA":
                 _refuse(f"the adapter '{key}' is {kind} of peft")

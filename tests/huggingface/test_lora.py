@@ -191,18 +191,18 @@ def test_dora_magnitudes_are_initialized_as_weight_norms(layout, parity, tmp_pat
 
 
 class Tuned(LitHuggingFace):
-    """A model with IA3, another tuner of peft."""
+    """A model with another tuner of peft."""
+
+    def __init__(self, tuner, **options):
+        super().__init__(Run(model="llama"))
+        self.tuner, self.options = tuner, options
 
     def configure_model(self):
         import peft
 
         if self.model is None:
-            self.model = peft.get_peft_model(
-                make_model("llama"),
-                peft.IA3Config(
-                    target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]
-                ),
-            )
+            config = getattr(peft, self.tuner)(task_type="CAUSAL_LM", **self.options)
+            self.model = peft.get_peft_model(make_model("llama"), config)
 
 
 class AgainstBase(LitHuggingFace):
@@ -222,6 +222,13 @@ def test_step_that_disables_adapters_matches_single_process(layout, parity):
     parity.check(replace(run, module=AgainstBase), LAYOUTS[layout])
 
 
+def test_penalty_on_adapters_of_other_stages_is_refused_before_launch():
+    strategy = PTDPStrategy(pipeline_parallel_size=2)
+    module = Tuned("AdaLoraConfig", total_step=9)
+    with pytest.raises(ValueError, match=r"penalty on the adapters.*pipeline_parallel_size=1"):
+        check_model(module, strategy.config, strategy.config.layout(2))
+
+
 def test_loop_of_a_forward_of_peft_is_not_allowed():
     """AdaLoRA's forward adds a penalty over the parameters."""
     names = {"__name__": "peft.tuners.adapter"}
@@ -239,8 +246,12 @@ def test_loop_of_a_forward_of_peft_is_not_allowed():
             r"the adapter 'default' of 'model.base_model.model.*' is DoraLinear of peft",
         ),
         (
-            lambda: Tuned(Run(model="llama")),
+            lambda: Tuned("IA3Config"),
             r"the adapter 'default' is IA3 of peft, which tensor_parallel_size > 1 cannot split",
+        ),
+        (
+            lambda: Tuned("PromptTuningConfig", num_virtual_tokens=2),
+            r"the adapter 'default' is PROMPT_TUNING of peft, which tensor_parallel_size > 1 cannot",
         ),
     ],
 )

@@ -25,6 +25,7 @@ from lightning_ptdp.pipeline.dry_run import Rehearsal
 from lightning_ptdp.shims.lightning import NAMESPACES, LightningModule
 from lightning_ptdp.strategy.checks.module_content import (
     check_accumulation_hooks,
+    check_adapter_loss,
     check_compiled,
     check_gradient_hooks,
     check_hooks,
@@ -122,6 +123,7 @@ def check_model(
     known_parts: KnownParts | None = None
     if layout.pipeline_parallel_size > 1:
         plan.check_pipeline()
+        check_adapter_loss(full)
         known_parts = KnownParts.of(full, plan)
         blocks = known_parts.parts.blocks
         rehearsal = rehearsal_of(full, known_parts, config, layout)

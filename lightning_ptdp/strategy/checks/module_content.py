@@ -24,6 +24,7 @@ from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.models.pretrained_folder import fingerprint, local_folder
 from lightning_ptdp.parameters.initializers import Initializers, why_without_values
 from lightning_ptdp.shims.lightning import LightningModule, fits
+from lightning_ptdp.shims.peft import adds_penalty
 from lightning_ptdp.shims.quantization import is_packed, quantized_parameters
 from lightning_ptdp.shims.torch import (
     forward_hooks,
@@ -201,6 +202,15 @@ def check_skipped_layers(model: nn.Module, config: PTDPConfig, layout: ParallelL
                     f"(layerdrop={value}), but {reason[0]}. Build it with layerdrop=0.0 "
                     f"(encoder_layerdrop, decoder_layerdrop), or use {reason[1]}"
                 )
+
+
+def check_adapter_loss(model: nn.Module) -> None:
+    if any(adds_penalty(module) for module in model.modules()):
+        raise ValueError(
+            "the adapters are ADALORA of peft, which adds a penalty on the adapters of all blocks "
+            "to the loss, but a pipeline stage has only its own. Use plain LoRA, or "
+            "pipeline_parallel_size=1"
+        )
 
 
 def check_gradient_hooks(hooked: Collection[str], kinds: Mapping[str, Kind]) -> None:
