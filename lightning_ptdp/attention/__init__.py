@@ -26,6 +26,7 @@ from lightning_ptdp.attention.sequence_chunks import (
     gather_sequence,
     positions,
     shard_sequence,
+    unshard_sequence,
 )
 from lightning_ptdp.attention.sliced_attention import FullMask, SlicedAttention, known_mask
 
@@ -46,6 +47,7 @@ __all__ = [
     "known_mask",
     "positions",
     "shard_sequence",
+    "unshard_sequence",
 ]
 
 AttentionKind = Literal["ring", "all_to_all"]

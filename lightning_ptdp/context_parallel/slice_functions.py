@@ -35,6 +35,7 @@ from lightning_ptdp.attention import (
     SlicedAttention,
     intercepted,
     shard_sequence,
+    unshard_sequence,
 )
 from lightning_ptdp.base.torch_calls import Replacing, TorchCall
 from lightning_ptdp.forward.token_mixing import has_tokens
@@ -85,6 +86,7 @@ class SliceFunctions:
                 torch.rand_like: partial(self._like, Tensor.uniform_),
                 torch.randn_like: partial(self._like, Tensor.normal_),
                 torch.randint: self._integers,
+                **dict.fromkeys((torch.bernoulli, Tensor.bernoulli), self._bernoulli),
                 F.dropout: self._dropout,
                 **{reduce: partial(self._reduce, reduce) for reduce in _REDUCTIONS},
                 **{extreme: partial(self._extreme, extreme) for extreme in _EXTREMES},
@@ -262,6 +264,13 @@ class SliceFunctions:
         with torch.no_grad():
             drawn = fill(full, *args, **kwargs)
             return x.copy_(shard_sequence(drawn, 1, rank=self.group.rank, size=self.group.size))
+
+    def _bernoulli(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not self._draws_slice(input):
+            return torch.bernoulli(input, *args, **kwargs)
+        # A token's number does not depend on the probabilities of other tokens.
+        full = torch.bernoulli(unshard_sequence([input] * self.group.size, 1), *args, **kwargs)
+        return shard_sequence(full, 1, rank=self.group.rank, size=self.group.size)
 
     def _new(self, fill: _Function, *size: Any, **kwargs: Any) -> Tensor:
         return self._filled(fill, partial(torch.empty, *size), kwargs)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from lightning_ptdp.attention import shard_sequence
 from lightning_ptdp.context_parallel.slice_functions import SliceFunctions
 from lightning_ptdp.world.mesh import Group
 
@@ -44,3 +45,25 @@ def test_drawn_tensor_may_require_gradient(draw):
     assert found.is_leaf
     assert found.requires_grad
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [torch.bernoulli, torch.Tensor.bernoulli, torch.rand_like, lambda x: torch.rand(x.shape)],
+)
+def test_numbers_of_tokens_are_those_of_full_sequence(draw):
+    chances = torch.linspace(0.1, 0.9, 32).view(2, 16)
+    torch.manual_seed(0)
+    expected = draw(chances)
+    for rank in range(2):
+        functions = SliceFunctions(
+            attention=None,
+            group=Group(ranks=(0, 1), rank=rank),
+            length=16,
+            shares_stream=lambda: True,
+        )
+        own = shard_sequence(chances, 1, rank=rank, size=2)
+        torch.manual_seed(0)
+        with functions.mode():
+            found = draw(own)
+        assert torch.equal(found, shard_sequence(expected, 1, rank=rank, size=2))
