@@ -57,9 +57,11 @@ class ContextForward(SliceInputs, SliceFunctions):
     def num_targets(self) -> Tensor | None:
         """Return this rank's number of labels that are not ignored, () int64.
 
-        Available after the forward. None if the batch has no "labels".
+        Available after the forward. None if the batch has none.
         """
-        return count_targets(self.batch) if self.shifted_targets is None else self.shifted_targets
+        if self.shifted_targets is not None:
+            return self.shifted_targets
+        return count_targets(self.batch, self.length // self.group.size)
 
     def share(self, loss: Tensor) -> Tensor:
         """Return the weight of this rank's mean loss; collective.

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_ptdp.attention import check_sequence, shard_sequence
@@ -109,18 +110,20 @@ def may_hide(mask: Tensor) -> bool:
     return mask.device.type != "cpu" or bool((mask != mask[:1, :1]).any())
 
 
-def count_targets(batch: Any) -> Tensor | None:
+def count_targets(batch: Any, tokens: int) -> Tensor | None:
     """Return the number of labels that are not ignored, () int64, on their device.
 
-    None if the batch has no integer tensor ``labels``. The number is the weight of a rank's loss,
-    if the loss is the mean over its labels.
+    The labels are the integers (b, n) named "labels", else those whose name contains "label" or
+    "target", else the last ones. Other integers have no ignored labels, and so the same number on
+    all ranks. None if there are no integers of the n ``tokens`` of a slice. The number is the
+    weight of a rank's loss, if the loss is the mean over its labels.
     """
-    labels = [
-        tensor
-        for key, tensor in named_tensors(batch)
-        if key == "labels" and not tensor.is_floating_point()
+    found = [
+        (name == "labels", "label" in name or "target" in name, place, tensor)
+        for place, (name, tensor) in enumerate(named_tensors(batch))
+        if tensor.dtype in (torch.int64, torch.int32) and tensor.shape[1:] == (tokens,)
     ]
-    return (labels[0] != _IGNORED_LABEL).sum() if labels else None
+    return (max(found)[-1] != _IGNORED_LABEL).sum() if found else None
 
 
 def _sequence_dim(tensor: Tensor, length: int) -> int | None:

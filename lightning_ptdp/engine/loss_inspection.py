@@ -243,7 +243,11 @@ def _ignored_label(node: Any) -> int:
 
 
 def warn_of_counted(
-    loss: Tensor, labels: Tensor | int | None = None, *, samples: int | None = None
+    loss: Tensor,
+    labels: Tensor | int | None = None,
+    *,
+    samples: int | None = None,
+    slice_samples: int = 0,
 ) -> None:
     """Warn of a cross-entropy whose mean has another weight than the number of its labels.
 
@@ -252,6 +256,8 @@ def warn_of_counted(
         samples: Number of samples of a replica's batch; None: do not compare their labels.
         labels: Number of labels by which the loss is weighted; None: those that are not ignored.
             It is read from the device.
+        slice_samples: Number of samples of which the batch has slices. All slices have the same
+            labels of whole samples.
     """
     nodes = [node for node in _ends(loss.grad_fn, _THROUGH) if "NllLoss" in node.name()]
     if len(nodes) != 1 or nodes[0]._saved_reduction != _MEAN:
@@ -260,6 +266,8 @@ def warn_of_counted(
     counted = float(node._saved_total_weight)
     weight = node._saved_weight
     target = node._saved_target
+    if target.numel() == slice_samples:
+        return
     ignored = _ignored_label(node)
     learned = target[target != ignored]
     labels = learned.numel() if labels is None else int(labels)

@@ -252,7 +252,7 @@ class BatchInspection:
         if part is None:
             warn_of_counted(loss, samples=samples if is_only else None)
             return
-        warn_of_counted(loss, part.num_targets)
+        warn_of_counted(loss, part.num_targets, slice_samples=samples)
         tokens = part.length // part.group.size
         warn_of_slices(loss, samples=samples, tokens=tokens, alone=not self.divides_samples)
 

@@ -121,7 +121,21 @@ def test_padding_is_detected_in_attention_mask():
     assert padding_masks({}) == []
 
 
-def test_ignored_labels_are_not_counted():
-    count = count_targets({"labels": torch.tensor([[1, -100, 3]])})
-    assert count.item() == 2
-    assert count_targets({"input_ids": torch.ones(1, 3)}) is None
+IDS = torch.ones(2, 3, dtype=torch.long)
+LABELS = torch.tensor([[1, -100, 3], [-100, -100, 6]])
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        ({"labels": LABELS, "label_mask": IDS}, 3),
+        ({"input_ids": IDS, "target": LABELS, "attention_mask": IDS}, 3),
+        ((IDS, LABELS), 3),
+        ({"input_ids": IDS, "labels": torch.tensor([1, -100])}, 6),
+        ({"hidden": torch.ones(2, 3), "label": torch.tensor([1, -100])}, None),
+    ],
+    ids=["labels", "target", "tuple", "of samples", "no tokens"],
+)
+def test_ignored_labels_are_not_counted(batch, expected):
+    count = count_targets(batch, 3)
+    assert (None if count is None else count.item()) == expected
