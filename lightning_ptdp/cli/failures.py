@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import logging
 import os
@@ -35,6 +36,8 @@ _FIXABLE = (
     "MisconfigurationException",
     "RequirementError",
 )
+# Beginnings of an OSError's text, of which alone a worker's failure consists.
+_DISK_FULL = tuple(f"[Errno {number}]" for number in (errno.ENOSPC, errno.EDQUOT))
 _TRACEBACK_LINE = re.compile(
     r'^ *File "(?P<file>[^"<]+\.py)", line (?P<number>\d+), in (?P<name>.+)$', re.MULTILINE
 )
@@ -68,7 +71,7 @@ def explain(error: BaseException) -> str | None:
         return next(
             (library.missing for library in read_declared() if library.name == error.name), None
         )
-    return str(error) if _is_fixable(type(error)) else None
+    return _message(type(error), str(error))
 
 
 def worker_failure(error: BaseException) -> WorkerFailure | None:
@@ -89,9 +92,9 @@ def worker_failure(error: BaseException) -> WorkerFailure | None:
     for line in reversed(list(re.finditer(r"^([A-Za-z_][\w.]*): ", text, re.MULTILINE))):
         error_type = _class_of(line[1])
         if issubclass(error_type, BaseException):  # else the match is a line of the message itself
-            if _is_fixable(error_type):
-                message = text[line.end() :].strip() + users_line(text)
-                return WorkerFailure(message=message, fixable=True)
+            message = _message(error_type, text[line.end() :].strip())
+            if message is not None:
+                return WorkerFailure(message=message + users_line(text), fixable=True)
             break
     return WorkerFailure(message=text.strip(), fixable=False)
 
@@ -114,8 +117,11 @@ def users_line(text: str) -> str:
     return ""
 
 
-def _is_fixable(kind: type) -> bool:
-    return any(base.__name__ in _FIXABLE for base in kind.__mro__)
+def _message(kind: type, text: str) -> str | None:
+    """Return the message of an error if the user can fix it."""
+    if issubclass(kind, OSError) and text.startswith(_DISK_FULL):
+        return f"{text}. Free space, or write to another disk"
+    return text if any(base.__name__ in _FIXABLE for base in kind.__mro__) else None
 
 
 def _class_of(name: str) -> type:

@@ -1,6 +1,7 @@
 """Verbs, help, recipes and their error messages."""
 
 import ast
+import errno
 import inspect
 import json
 import os
@@ -357,6 +358,14 @@ def test_killed_worker_is_reported():
     assert not failure.fixable
     for words in ("process 3", "SIGKILL", "memory", "--resume auto"):
         assert words in failure.message
+
+
+def test_full_disk_is_explained_in_one_sentence():
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "a.ckpt")
+    failure = worker_failure(ProcessRaisedException(f"{TRACE}OSError: {full}\n"))
+    message = f"{full}. Free space, or write to another disk"
+    assert (failure.message, failure.fixable, explain(full)) == (message, True, message)
+    assert explain(OSError(errno.EIO, os.strerror(errno.EIO))) is None
 
 
 def test_only_user_errors_are_explained():
