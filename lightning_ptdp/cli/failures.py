@@ -160,6 +160,8 @@ def terminate_on_sigterm() -> Iterator[None]:
 
     def terminate(number: int, frame: FrameType | None) -> None:
         if os.getpid() != owner:
+            if signal.getsignal(number) is not terminate:
+                return  # called by the handler of Lightning, which records the signal
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.raise_signal(signal.SIGTERM)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second SIGTERM must not break the cleanup

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import signal
 import sys
 import time
 import uuid
@@ -26,6 +27,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_ptdp.base.data_record import DatasetRecord
 from lightning_ptdp.base.option_types import check_writable_folder
+from lightning_ptdp.base.signals import handled
 from lightning_ptdp.loggers.background_writer import (
     BackgroundWriter,
     append_metrics,
@@ -326,8 +328,17 @@ class MLFlowLogger(Logger):
             run.writer.later(partial(finish_monitor, run.monitor), limit_s=0.0)
             run.monitor = None
         end = partial(run.inner.finalize, final_status)
+        terminations: list[int] = []
+        # Launchers send it to a rank that ends later than the others.
+        with handled(signal.SIGTERM, lambda number, _: terminations.append(number)):
+            self._end(run, end, copies=bool(self._options.log_model) and is_success)
+        for number in terminations[:1]:
+            signal.raise_signal(number)
+
+    def _end(self, run: OpenRun, end: Callable[[], object], *, copies: bool) -> None:
+        """Write all metrics, and call ``end``."""
         try:
-            if self._options.log_model and is_success:
+            if copies:
                 run.writer.run(lambda: None, limit_s=LIMIT_S)
                 # It copies the last checkpoint, which has no limit; each request has one.
                 end()

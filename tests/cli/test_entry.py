@@ -394,6 +394,21 @@ def test_bert_recipe_is_resolved(ptdp):
     assert resolved["sample"] is None
 
 
+def test_forked_process_with_a_handler_of_its_own_survives_sigterm():
+    """Lightning's handler also calls the handler that it replaces."""
+    with terminate_on_sigterm():
+        child = os.fork()
+        if child == 0:
+            inherited = signal.getsignal(signal.SIGTERM)
+            signal.signal(signal.SIGTERM, lambda *arguments: inherited(*arguments))
+            try:
+                signal.raise_signal(signal.SIGTERM)
+            finally:
+                os._exit(7)
+        _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 7
+
+
 def test_forked_process_ends_at_once_by_sigterm():
     """A rank that is forked has the handler of the command line until it sets its own."""
     with terminate_on_sigterm():

@@ -18,9 +18,11 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from lightning.pytorch.loggers import MLFlowLogger as LightningMLFlowLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_ptdp.base.data_record import DatasetRecord
+from lightning_ptdp.base.signals import handled
 from lightning_ptdp.loggers import MLFlowLogger, mlflow
 from lightning_ptdp.loggers.background_writer import BackgroundWriter
 from lightning_ptdp.models import GPTConfig
@@ -390,6 +392,31 @@ def test_failed_forked_worker_leaves_failed_run_with_metrics(save_dir):
     assert history(logger, "loss") == [(7, 3.0)]
     logger.finalize("success")
     assert history(logger, "parent") == [(0, 1.0)]
+
+
+def test_sigterm_while_a_run_ends_waits_for_its_end(save_dir, monkeypatch):
+    """torch's launcher sends it to rank 0 if another rank has ended first after Ctrl-C."""
+    logger = MLFlowLogger(save_dir=save_dir)
+    logger.log_metrics({"loss": 3.0}, 7)
+    order = []
+    terminated = threading.Event()
+    end = LightningMLFlowLogger.finalize
+
+    def interrupted(inner, status):
+        os.kill(os.getpid(), signal.SIGTERM)
+        terminated.wait(timeout=0.3)
+        end(inner, status)
+        order.append("end of the run")
+
+    def terminate(number, _frame):
+        order.append(number)
+        terminated.set()
+
+    monkeypatch.setattr(LightningMLFlowLogger, "finalize", interrupted)
+    with handled(signal.SIGTERM, terminate):
+        logger.finalize("success")
+    assert order == ["end of the run", signal.SIGTERM]
+    assert client_of(logger).get_run(logger.run_id).info.status == "FINISHED"
 
 
 @pytest.mark.parametrize(
