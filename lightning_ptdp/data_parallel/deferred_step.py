@@ -94,19 +94,25 @@ class DeferredStep:
         """Step on each part with the current hyperparameters; return False if nothing was taken."""
         if not self._gradients:
             return False
-        for value, gradient in self._gradients.items():
-            value.grad = gradient
-        self._gradients = {}
         for part in parts:
-            values = {managed.stepped for managed in part.members}
+            values = {managed.stepped for managed in part.members} & self._gradients.keys()
             groups = []
             for group in self._optimizer.param_groups:
                 chosen = [value for value in group["params"] if value in values]
                 if chosen:
-                    groups.append(equivalent_optimizer(self._optimizer, group, chosen))
-                    groups[-1].state = self._optimizer.state
+                    groups.append(self._apart(group, chosen))
             part.defer(self._thread.submit(_step, groups))
+        self._gradients = {}
         return True
+
+    def _apart(self, group: dict[str, Any], values: Iterable[nn.Parameter]) -> Optimizer:
+        """Return an optimizer with the same states whose gradients the user's code cannot clear."""
+        aliases = {nn.Parameter(value.detach()): value for value in values}
+        apart = equivalent_optimizer(self._optimizer, group, [*aliases])
+        for alias, value in aliases.items():
+            alias.grad = self._gradients[value]
+            apart.state[alias] = self._optimizer.state[value]
+        return apart
 
     def close(self) -> None:
         """End the thread."""

@@ -20,7 +20,7 @@ from lightning_ptdp.data_parallel import deferred_step, reads_between_steps
 from lightning_ptdp.data_parallel.deferred_step import DeferredStep, can_defer
 from lightning_ptdp.models import LitGPT
 from lightning_ptdp.shims.lightning import lightning_names
-from tests.conformance.toys import LitNet, Place, assert_weights, loader, make_trainer, weights
+from tests.conformance.toys import ONE, LitNet, Place, assert_weights, loader, make_trainer, weights
 from tests.letters import M, P, Z
 
 OPTIONS = {"offload_optimizer": True, "bucket_mb": 1e-3}
@@ -140,8 +140,16 @@ class Marks(LitNet):
         return super().training_step(batch, batch_idx)
 
 
-def fit_and_wait_in_step(rank, place):
-    module = Marks()
+class Clears(Marks):
+    """Clears gradients in its step, where the last optimizer step still runs."""
+
+    def training_step(self, batch, batch_idx):
+        self.optimizers().zero_grad(set_to_none=batch_idx % 2 == 0)
+        return super().training_step(batch, batch_idx)
+
+
+def fit_and_wait_in_step(rank, place, kind):
+    module = kind()
 
     def step(groups):
         if len(module.waited) < 3:
@@ -155,13 +163,21 @@ def fit_and_wait_in_step(rank, place):
     ):
         trainer = make_trainer(place, max_steps=4)
         trainer.fit(module, loader())
-    return module.waited
+        return module.waited, weights(trainer)
 
 
-def test_step_runs_beside_next_forward(conformance):
+def fit_four_steps(rank, place):
+    trainer = make_trainer(place, max_steps=4)
+    trainer.fit(LitNet(), loader())
+    return weights(trainer)
+
+
+@pytest.mark.parametrize("kind", [Marks, Clears])
+def test_step_runs_beside_next_forward(kind, conformance):
     """Without the overlap no forward begins while a step waits for it."""
-    (waited,) = conformance.ranks(fit_and_wait_in_step, Place(layout=OPTIONS))
+    ((waited, found),) = conformance.ranks(fit_and_wait_in_step, Place(layout=OPTIONS), kind)
     assert waited == [True] * 3
+    assert_weights(found, conformance.expected(fit_four_steps, ONE)[0])
 
 
 class Failing(torch.optim.SGD):
