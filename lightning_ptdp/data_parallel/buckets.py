@@ -194,6 +194,8 @@ class GradientBuckets:
         for bucket in self._summed(chunk, last=last):
             bucket.pending = None
             self._launch(bucket)
+        if self._waiting_bytes() > _MOST_WAITING:
+            self._join()  # the next forward would otherwise run while a large bucket is held
 
     def _summed(self, chunk: int | None, *, last: bool) -> list[Bucket]:
         """Return the buckets of a chunk that are summed after a microbatch."""
@@ -379,8 +381,11 @@ class GradientBuckets:
         if bucket.is_sharded:
             # Otherwise a backward that is faster than the sums would leave all gradients waiting.
             self._waiting.append((bucket.size * bucket.buffer.itemsize, self._overlapped.mark()))
-            while len(self._waiting) > 1 and sum(size for size, _ in self._waiting) > _MOST_WAITING:
+            while len(self._waiting) > 1 and self._waiting_bytes() > _MOST_WAITING:
                 self._waiting.popleft()[1]()
+
+    def _waiting_bytes(self) -> int:
+        return sum(size for size, _ in self._waiting)
 
 
 def _first_place(parameters: list[ManagedParameter]) -> int:

@@ -1,6 +1,7 @@
 """Host reads of GPU values. Each waits for all queued kernels, so a step waits once, at its end, in
 every layout."""
 
+import weakref
 from functools import partial
 from unittest import mock
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 import torchmetrics
 
 from lightning_ptdp.attention.ring import RingAttention
-from lightning_ptdp.data_parallel import reduction
+from lightning_ptdp.data_parallel import buckets, reduction
 from lightning_ptdp.models import AdamWConfig, GPTConfig, LitGPT
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.fake_cuda import Waits, fake_cuda
@@ -298,6 +299,38 @@ def test_sharded_gradients_are_free_as_soon_as_stream_waits(nodes, pool):
     options = {"shard": "gradients", "num_microbatches": 2, "data_parallel_replicas": nodes}
     size = 2 * nodes
     assert not any(pool.run(_recorded, world_size=size, args=(size, options)))
+
+
+def _held_in_forwards(rank, size, options):
+    """Return the number of gradients under a sum whose memory is held while a forward begins."""
+    sums, held = [], []
+    prepare, step = reduction.Reduction.prepare, LitTokens.training_step
+
+    def preparing(self, gradients):
+        sums.append(weakref.ref(gradients))
+        return prepare(self, gradients)
+
+    def stepping(self, *args):
+        held.append(sum(gradients() is not None for gradients in sums))
+        return step(self, *args)
+
+    with (
+        mock.patch.object(reduction.Reduction, "prepare", preparing),
+        mock.patch.object(LitTokens, "training_step", stepping),
+        mock.patch.object(buckets, "_MOST_WAITING", 0),
+    ):
+        fit(rank, size, options, {}, LitTokens)
+    assert sums
+    return held
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_large_sharded_gradients_are_free_in_next_forward(nodes, pool):
+    options = {"shard": "gradients", "num_microbatches": 2, "data_parallel_replicas": nodes}
+    size = 2 * nodes
+    for held in pool.run(_held_in_forwards, world_size=size, args=(size, options)):
+        assert len(held) == 6
+        assert not any(held)
 
 
 @pytest.mark.parametrize("name", ["one m4", "d4", "p2 d2 ZB-V"])
