@@ -71,6 +71,16 @@ _NEXT = {
 HALF = (torch.float16, torch.bfloat16)
 
 
+def own_backward_refusal() -> ValueError:
+    """Return the error for a backward inside a step that accumulates gradients."""
+    return ValueError(
+        "training_step calls backward() itself while gradients of earlier batches are accumulated. "
+        "One process would add its gradients to those, but replicas and microbatches cannot weigh "
+        "them. Use torch.autograd.grad, add the loss to the returned one, or use "
+        "accumulate_grad_batches=1"
+    )
+
+
 @dataclass(eq=False)
 class Bucket:
     """Gradients that are summed together.

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from lightning_ptdp.data_parallel.bucket import HALF, Bucket, GradientState
+from lightning_ptdp.data_parallel.bucket import HALF, Bucket, GradientState, own_backward_refusal
 from lightning_ptdp.data_parallel.flat_parameters import FlatParameters, lay_out
 from lightning_ptdp.data_parallel.gradient_sums import add_up, joined
 from lightning_ptdp.data_parallel.overlapped_reduction import OverlappedReduction
@@ -73,7 +73,8 @@ class GradientBuckets:
     _overlapped: OverlappedReduction | None = None
     _waiting: deque[tuple[int, Callable[[], object]]] = field(default_factory=deque)
     _sums: list[tuple[Tensor, Group]] = field(default_factory=list)
-    _is_aside: bool = False
+    _in_step: bool = False
+    _keeps: bool = False
 
     def __post_init__(self) -> None:
         self._flat_of = {managed: flat for flat in self.flats for managed in flat.parameters}
@@ -103,6 +104,7 @@ class GradientBuckets:
 
         A gradient whose ``.grad`` was set to None restarts at zero.
         """
+        self._keeps = keep
         if not keep:
             self._weighed = []
             self._arrived = set()
@@ -139,12 +141,21 @@ class GradientBuckets:
     def set_aside(self) -> Iterator[None]:
         """Keep the gradients in this context, and drop those that it leaves."""
         self.unset_grad()
-        self._is_aside = True
+        try:
+            with self.in_step(keep=self._keeps):
+                yield
+        finally:
+            self.set_grad()
+
+    @contextlib.contextmanager
+    def in_step(self, *, keep: bool) -> Iterator[None]:
+        """Surround a step without a schedule; ``keep`` is that of the following ``begin``."""
+        self._keeps = keep
+        self._in_step = True
         try:
             yield
         finally:
-            self._is_aside = False
-            self.set_grad()
+            self._in_step = False
 
     def expect(
         self, chunk: int | None, awaited: Iterable[Tensor] | None = None, *, last: bool = True
@@ -350,8 +361,10 @@ class GradientBuckets:
         self._waiting.clear()  # not earlier: it holds memory that the reductions use
 
     def _ran(self, parameter: nn.Parameter, *_: object) -> None:
-        if not self._is_aside:
+        if not self._in_step:
             self.complete(parameter)
+        elif self._keeps:
+            raise own_backward_refusal()
 
     def _launch_full(self) -> None:
         """Start the reductions of expected full buckets, up to the first that is not full.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ptdp.config import PTDPConfig
-from lightning_ptdp.data_parallel.bucket import HALF, Bucket, GradientState
+from lightning_ptdp.data_parallel.bucket import HALF, Bucket, GradientState, own_backward_refusal
 from lightning_ptdp.data_parallel.buckets import GradientBuckets
 from lightning_ptdp.data_parallel.flat_parameters import FlatParameters
 from lightning_ptdp.data_parallel.gradient_sums import add_up
@@ -91,7 +91,14 @@ class GradientStore(Protocol):
 
         The step may clear gradients, or run a backward of its own (adversarial samples). In one
         process without accumulation it finds none, and Lightning clears those that it leaves.
+
+        Raises:
+            ValueError: It leaves some, which one process would add to those of earlier batches.
         """
+
+    def in_step(self, *, keep: bool) -> contextlib.AbstractContextManager[None]:
+        """Return the context of a step without a schedule, before ``begin`` with this ``keep``."""
+        return contextlib.nullcontext()
 
     def buckets(self) -> Iterable[Bucket]:
         """Return all buckets, in backward order within each chunk."""
@@ -186,6 +193,7 @@ class UnbucketedGradients(GradientStore):
     parameters: Sequence[ManagedParameter]
     widen: bool = True
     _state: GradientState = GradientState.EMPTY
+    _keeps: bool = False
     _arrived: set[nn.Parameter] = field(default_factory=set)
     _removed: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     _weighed: dict[nn.Parameter, Tensor | None] = field(default_factory=dict)
@@ -197,6 +205,7 @@ class UnbucketedGradients(GradientStore):
 
     def begin(self, *, keep: bool) -> None:
         """Begin a batch; with ``keep`` it adds to the gradients in ``.grad``."""
+        self._keeps = keep
         self._removed = {}
         if not keep:
             self._state = self._state.to(GradientState.EMPTY)
@@ -228,6 +237,8 @@ class UnbucketedGradients(GradientStore):
             parameter.grad = None
         try:
             yield
+            if self._keeps and any(parameter.grad is not None for parameter, _ in kept):
+                raise own_backward_refusal()
         finally:
             for parameter, gradient in kept:
                 parameter.grad = gradient

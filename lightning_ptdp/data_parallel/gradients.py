@@ -138,7 +138,7 @@ class Gradients:
                 The message names the parameter and what works.
         """
         assert self._store is not None
-        keep = self._open and not self.clears
+        keep = self._keeps
         changed = self._changed()
         if changed and (
             keep or self.stepped is not None or needs_masters(self._config, self._parameters)
@@ -162,6 +162,17 @@ class Gradients:
         # cannot be reduced while they accumulate.
         self.reduces = not self.accumulates and not self._store.has_weighed
         return self._store
+
+    @property
+    def _keeps(self) -> bool:
+        """Return True if the batch adds to the gradients of earlier ones."""
+        return self._open and not self.clears
+
+    def in_step(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context of a step whose backward Lightning runs."""
+        if self._store is None:
+            return contextlib.nullcontext()
+        return self._store.in_step(keep=self._keeps)
 
     def _unset_copies(self) -> None:
         """Take the last gradients from the optimizer, so that a step cannot clear new ones.

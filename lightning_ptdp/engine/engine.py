@@ -344,6 +344,7 @@ class Engine:
             context(),
             recorder if averages else contextlib.nullcontext(),
             self._loggers.replaced(is_last=True),
+            self.gradients.in_step() if training else contextlib.nullcontext(),
             contextlib.nullcontext() if inspection is None else inspection.watched(),
         ):
             output = getattr(self._module, hook)(forward.batch, *args[1:])

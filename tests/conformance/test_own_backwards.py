@@ -14,7 +14,7 @@ from tests.conformance.toys import (
     samples,
     weights,
 )
-from tests.letters import Z
+from tests.letters import M, Z
 
 
 class LitOnce(LitNet):
@@ -93,3 +93,48 @@ def refuse(rank, place):
 def test_gradient_that_arrives_during_its_sum_is_refused(name, conformance):
     layout = {**LAYOUTS[name], "bucket_mb": 1e-3}
     conformance.ranks(refuse, Place(world_size=2, layout=layout))
+
+
+class LitInStep(LitOnce):
+    """Runs a backward of its own in the step."""
+
+    def training_step(self, batch, batch_idx):
+        self.loss((batch[0] + 1, batch[1])).backward()
+        return super().training_step(batch, batch_idx)
+
+
+def fit_with_backward_in_step(rank, place, accumulate):
+    trainer = make_trainer(place, use_distributed_sampler=False, accumulate_grad_batches=accumulate)
+    own = Subset(samples(), range(rank, 32, place.world_size))
+    trainer.fit(LitInStep(), DataLoader(own, batch_size=8 // place.world_size))
+    return weights(trainer)
+
+
+IN_STEP = {**LAYOUTS, "d2 m2": {M: 2}, "d2 sharded gradients m2": {Z: "gradients", M: 2}}
+
+
+@pytest.mark.parametrize("name", IN_STEP)
+def test_backward_in_step_leaves_nothing(name, conformance):
+    place = Place(world_size=2, layout=IN_STEP[name])
+    for found, expected in conformance.pairs(fit_with_backward_in_step, place, 1):
+        assert_weights(found, expected)
+
+
+def refuse_in_step(rank, place):
+    with pytest.raises(ValueError, match=r"calls backward\(\) itself .*accumulate_grad_batches=1"):
+        fit_with_backward_in_step(rank, place, 2)
+
+
+@pytest.mark.parametrize(
+    "place",
+    [Place(layout={M: 2}), *(Place(world_size=2, layout=layout) for layout in IN_STEP.values())],
+    ids=["m2", *IN_STEP],
+)
+def test_backward_in_step_between_accumulated_batches_is_refused(place, conformance):
+    conformance.ranks(refuse_in_step, place)
+
+
+def test_backward_in_step_of_single_process_accumulates(conformance):
+    pairs = conformance.pairs(fit_with_backward_in_step, Place(), 2)
+    for found, expected in pairs:
+        assert_weights(found, expected)
