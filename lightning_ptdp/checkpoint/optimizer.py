@@ -22,7 +22,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_ptdp.checkpoint.metadata import TensorEntry
-from lightning_ptdp.checkpoint.reader import InMemory, Stored, TensorReader, load_tensors
+from lightning_ptdp.checkpoint.reader import MODEL, InMemory, Stored, TensorReader, load_tensors
 from lightning_ptdp.checkpoint.remote_path import PathLike
 from lightning_ptdp.checkpoint.save_agreement import CheckpointError, same_outcome
 from lightning_ptdp.parameters.placement import Placement
@@ -39,6 +39,8 @@ History = dict[int, Any]
 
 _EmptyState = tuple[Parameter, str, Tensor, Placement]
 """A parameter, the key of one of its states, the tensor to fill, and the tensor's placement."""
+MASTER = "master"
+"""Name of a parameter's float32 copy among the optimizer's states."""
 _NUMBER = ":number"
 # These options select how this machine computes the update; they do not change the update. When a
 # checkpoint is loaded, the optimizer keeps its own values.
@@ -191,8 +193,9 @@ def load_optimizer(
 
     The function is collective over the default process group, if there is one.
 
-    State tensors are created as the checkpoint lists them, in its dtypes, on the parameters'
-    devices. 0-d tensors, which are step counts, are created on the CPU unless the group is
+    State tensors are created as the checkpoint lists them, on the parameters' devices. A state that
+    was saved in the dtype of the tensor that the optimizer stepped on gets the dtype of today's, as
+    in torch; others keep their dtypes. 0-d tensors, which are step counts, are created on the CPU unless the group is
     ``capturable`` or ``fused``. Hyperparameters are restored group by group, in order; ``foreach``,
     ``fused``, ``capturable`` and ``differentiable`` are unchanged.
 
@@ -378,10 +381,16 @@ def _empty_states(
                 )
             place = Placement.replicated(entry.shape)
         device = parameter.device if parameter in on_device or not scalar else torch.device("cpu")
+        stepped = stored.get(f"{_prefix(index)}{MASTER}/{name}", stored.get(MODEL + name))
+        follows = not scalar and stepped is not None and entry.dtype == stepped.dtype
         states[full_name] = (
             parameter,
             key,
-            torch.zeros(place.held_shape, dtype=entry.dtype, device=device),
+            torch.zeros(
+                place.held_shape,
+                dtype=parameter.dtype if follows else entry.dtype,
+                device=device,
+            ),
             place,
         )
     return states

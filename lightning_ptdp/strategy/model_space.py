@@ -33,7 +33,6 @@ GroupNames = list[list[list[str]]]
 """Names of each optimizer's parameters, group by group."""
 
 MODEL = "model/"
-MASTER = "master"  # name of the float32 copy among the optimizer's states
 
 
 @dataclass(frozen=True, kw_only=True)

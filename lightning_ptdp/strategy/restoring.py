@@ -30,6 +30,7 @@ from lightning_ptdp.checkpoint import (
     verify_checkpoint,
 )
 from lightning_ptdp.checkpoint.latest import OnDamage, is_folder_of_checkpoints
+from lightning_ptdp.checkpoint.optimizer import MASTER
 from lightning_ptdp.checkpoint.remote_path import Place, located
 from lightning_ptdp.checkpoint.save_agreement import gather, is_rank_zero, own_rank
 from lightning_ptdp.checkpoint.tensor_files import load_saved
@@ -43,7 +44,6 @@ from lightning_ptdp.models.pretrained_folder import ADAPTER_NAMES
 from lightning_ptdp.parameters.rectangle import Rectangle
 from lightning_ptdp.shims.lightning import StrategyBase
 from lightning_ptdp.strategy.model_space import (
-    MASTER,
     MODEL,
     Checkpoint,
     GroupNames,

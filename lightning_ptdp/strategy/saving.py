@@ -29,6 +29,7 @@ from lightning_ptdp.checkpoint import (
     save_checkpoint,
 )
 from lightning_ptdp.checkpoint.latest import latest_leaves
+from lightning_ptdp.checkpoint.optimizer import MASTER
 from lightning_ptdp.checkpoint.save_agreement import from_rank_zero, gather, is_rank_zero
 from lightning_ptdp.forward.surroundings import Context
 from lightning_ptdp.parameters.placement import Placement
@@ -36,7 +37,6 @@ from lightning_ptdp.pipeline.p2p import PeerError
 from lightning_ptdp.shims.lightning import StrategyBase
 from lightning_ptdp.shims.torch_distributed import is_communication_error
 from lightning_ptdp.strategy.model_space import (
-    MASTER,
     MODEL,
     Checkpoint,
     ModelSpace,

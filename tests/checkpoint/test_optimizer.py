@@ -184,6 +184,33 @@ def test_scalar_optimizer_state_keeps_its_types(tmp_path):
     assert "nothing" not in found
 
 
+@pytest.mark.parametrize("master", [False, True])
+@pytest.mark.parametrize("saved", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("loaded", [torch.bfloat16, torch.float32])
+def test_states_follow_the_dtype_of_their_parameter(saved, loaded, master, tmp_path):
+    """States in another dtype than that of the parameter are the optimizer's choice."""
+    named, parameter = _one(torch.ones(2, 3, dtype=saved))
+    own = torch.float64
+    states = {"mean": torch.rand(2, 3).to(saved), "own": torch.rand(2, 3, dtype=own)}
+    if master:
+        states = {"mean": torch.rand(2, 3), "own": torch.rand(2, 3).bfloat16()}
+        states["master"] = torch.rand(2, 3)
+        own = torch.bfloat16
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    optimizer.state[parameter] = states
+    place = named["placements"]["w"]
+    tensors = {"model/w": (parameter.detach(), place), **optimizer_tensors(optimizer, **named)}
+    save_checkpoint(tmp_path / "c", tensors=tensors, state={}, metadata={})
+    groups = optimizer_groups(optimizer, named["names"])
+    named, parameter = _one(torch.ones(2, 3, dtype=loaded))
+    other = torch.optim.SGD([parameter], lr=0.1)
+    load_optimizer(tmp_path / "c", other, **named, groups=groups)
+    found = other.state[parameter]
+    assert (found["mean"].dtype, found["own"].dtype) == (loaded, own)
+    for key, value in states.items():
+        assert torch.equal(found[key], value.to(found[key].dtype))
+
+
 def test_unreadable_state_of_single_file_is_refused():
     named, parameter = _one(torch.ones(2, 3))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
