@@ -194,8 +194,8 @@ def load_optimizer(
     The function is collective over the default process group, if there is one.
 
     State tensors are created as the checkpoint lists them, on the parameters' devices. A state that
-    was saved in the dtype of the tensor that the optimizer stepped on gets the dtype of today's, as
-    in torch; others keep their dtypes. 0-d tensors, which are step counts, are created on the CPU unless the group is
+    was saved in the dtype of the tensor that the optimizer stepped on gets the dtype of today's;
+    others keep their dtypes. If the former is unknown, all get it, as in torch. 0-d tensors, which are step counts, are created on the CPU unless the group is
     ``capturable`` or ``fused``. Hyperparameters are restored group by group, in order; ``foreach``,
     ``fused``, ``capturable`` and ``differentiable`` are unchanged.
 
@@ -382,7 +382,11 @@ def _empty_states(
             place = Placement.replicated(entry.shape)
         device = parameter.device if parameter in on_device or not scalar else torch.device("cpu")
         stepped = stored.get(f"{_prefix(index)}{MASTER}/{name}", stored.get(MODEL + name))
-        follows = not scalar and stepped is not None and entry.dtype == stepped.dtype
+        follows = (
+            entry.dtype.is_floating_point
+            and not scalar
+            and (stepped is None or entry.dtype == stepped.dtype)
+        )
         states[full_name] = (
             parameter,
             key,

@@ -211,6 +211,18 @@ def test_states_follow_the_dtype_of_their_parameter(saved, loaded, master, tmp_p
         assert torch.equal(found[key], value.to(found[key].dtype))
 
 
+def test_states_of_single_file_get_the_dtype_of_their_parameter():
+    """Its states were those of weights in bfloat16, without copies in float32."""
+    named, parameter = _one(torch.ones(2, 3))
+    optimizer = torch.optim.Adam([parameter], lr=0.1)
+    mean, step = torch.rand(2, 3).bfloat16(), torch.tensor(2.0)
+    state = {**optimizer.state_dict(), "state": {0: {"exp_avg": mean, "step": step}}}
+    load_indexed_optimizer(state, optimizer, **named, of_groups=[["w"]])
+    found = optimizer.state[parameter]
+    assert found["exp_avg"].dtype == found["step"].dtype == torch.float32
+    assert torch.equal(found["exp_avg"], mean.float())
+
+
 def test_unreadable_state_of_single_file_is_refused():
     named, parameter = _one(torch.ones(2, 3))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
