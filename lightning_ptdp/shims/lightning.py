@@ -289,6 +289,11 @@ def logs_graph(trainer: Trainer) -> bool:
     return any(vars(logger).get("_log_graph") for logger in trainer.loggers)
 
 
+def is_of_tuner(callback: object) -> bool:
+    """Return True for a callback of ``Tuner``, which ends the run by an exception."""
+    return getattr(callback, "_early_exit", False) is True
+
+
 def replace_signal_handlers(
     trainer: Trainer,
     *,

@@ -205,6 +205,15 @@ def test_tuner_and_manual_optimization_are_refused_in_pipeline():
         make_trainer(PIPELINE).fit(LitManual(), loader())
 
 
+@pytest.mark.usefixtures("nothing_starts")
+def test_tuner_is_refused_where_its_result_would_be_lost():
+    place = Place(world_size=2, layout={"start_method": "fork"})
+    with pytest.raises(
+        MisconfigurationException, match="Tuner returns its result in the processes"
+    ):
+        Tuner(make_trainer(place)).lr_find(LitTunable(), loader())
+
+
 class LitBackward(LitNet):
     calls = 0
 

@@ -16,7 +16,14 @@ from lightning_ptdp.blocks.local_blocks import check_compiler
 from lightning_ptdp.checkpoint.remote_path import Place, located
 from lightning_ptdp.config import PTDPConfig
 from lightning_ptdp.data_parallel import HALF
-from lightning_ptdp.shims.lightning import Trainer, fits, is_compiled, layer_sync, logs_graph
+from lightning_ptdp.shims.lightning import (
+    Trainer,
+    fits,
+    is_compiled,
+    is_of_tuner,
+    layer_sync,
+    logs_graph,
+)
 from lightning_ptdp.shims.torch_distributed import has_symmetric_products
 from lightning_ptdp.strategy.checkpoint_hooks import CheckpointHooks
 from lightning_ptdp.strategy.model_space import checked_tensor
@@ -240,6 +247,17 @@ def _check_callback(strategy: CheckpointHooks, trainer: Trainer, callback: objec
         )
 
 
+def _check_tuner(strategy: CheckpointHooks, trainer: Trainer) -> Iterator[str]:
+    """Refuse a Tuner whose result and final exception would stay in the started processes."""
+    method = strategy.config.start_method
+    starts = strategy.launcher is not None and strategy.num_processes > 1
+    if starts and method != "popen" and any(map(is_of_tuner, trainer.callbacks)):
+        yield (
+            f"Tuner returns its result in the processes that start_method={method!r} starts, not in "
+            "this one. Use start_method='popen', or run the Tuner with devices=1"
+        )
+
+
 def _steps_on_copies(strategy: CheckpointHooks, trainer: Trainer, *, later: bool = False) -> bool:
     return (
         strategy.config.sharded_state(strategy.layout) != "none"
@@ -369,6 +387,7 @@ _CHECKS = (
     _check_compiled,
     _check_overlap,
     _check_callbacks,
+    _check_tuner,
     _check_batch_norm,
     _check_checkpoint_plugin,
     _check_saved,
