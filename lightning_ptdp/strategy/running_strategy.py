@@ -38,19 +38,26 @@ class ValidationClock:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._since = -math.inf
+        self._is_new = False
 
-    def agree(self, all_say: Callable[[bool], bool]) -> None:
-        """Agree before a batch, on all ranks, whether a validation follows.
-
-        Args:
-            all_say: Collective; returns True if its argument is true on all ranks.
-        """
+    def is_early(self) -> bool | None:
+        """Return True before a batch if its end is too early for a validation; None: no clock."""
         seconds, last = validation_times(self._trainer)
         if seconds is None:
-            return
-        if math.isfinite(last):
+            return None
+        self._is_new = math.isfinite(last)
+        if self._is_new:
             self._since = last  # set by Lightning: the fit has begun, or a validation has ended
-        due = all_say(time.monotonic() - self._since >= seconds)
+        return time.monotonic() - self._since < seconds
+
+    def decide(self, early: bool, *, late: bool) -> None:
+        """Let a validation follow the batch unless it is too early for one of the ranks.
+
+        Args:
+            early: Whether it is, the same on all ranks.
+            late: Whether the answer is that of the previous batch. After a validation, it is old.
+        """
+        due = not early and not (late and self._is_new)
         set_last_validation(self._trainer, -math.inf if due else math.inf)
 
 

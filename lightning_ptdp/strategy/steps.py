@@ -48,8 +48,6 @@ class StepHooks(CheckpointHooks):
         has_peers = self.mesh.layout.world_size > 1
         self._agree("step", dist.group.WORLD if has_peers else None, values[0], training=True)
         with self._during("step"):
-            if has_peers:
-                self.run.validation_clock.agree(self.reduce_boolean_decision)
             context = partial(
                 self.one_step, "training_step", self.precision_plugin.train_step_context
             )
@@ -258,6 +256,10 @@ class StepHooks(CheckpointHooks):
         agreement = self.engine.agreement
         with self._during(action):
             numbers = agreement.collect(batch, training=training)
+            early = self.run.validation_clock.is_early() if training else None
+            if early is not None and numbers is not None:
+                flag = torch.tensor([early]).to(numbers, non_blocking=True)
+                numbers = torch.cat([flag, numbers])
             with self.run.watchdog.counting("the start of a step elsewhere"):
                 ends, maxima = self.run.stop_request.agree(
                     group, self.root_device, interrupts=interrupts, numbers=numbers
@@ -265,6 +267,10 @@ class StepHooks(CheckpointHooks):
         if ends:
             # raised outside: nothing has failed, and all ranks can still save
             raise KeyboardInterrupt
+        if early is not None and maxima:
+            is_late = self.root_device.type == "cuda"
+            self.run.validation_clock.decide(bool(maxima[0]), late=is_late)
+            maxima = maxima[1:]
         agreement.take(maxima, training=training)
         if training and group is not None and agreement.awaits_counts:
             # Only replicas whose number has changed wait here.

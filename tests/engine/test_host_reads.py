@@ -2,6 +2,7 @@
 every layout."""
 
 import weakref
+from datetime import timedelta
 from functools import partial
 from unittest import mock
 
@@ -337,6 +338,12 @@ def test_large_sharded_gradients_are_free_in_next_forward(nodes, pool):
 def test_user_module_waits_for_device_at_most_once(name, pool):
     size, options, _ = LAYOUTS[name]
     _check(pool.run(fit, world_size=size, args=(size, options, {}, LitTokens)))
+
+
+def test_timed_validation_waits_for_device_at_most_once(pool):
+    settings = {"val_check_interval": timedelta(days=1), "check_val_every_n_epoch": None}
+    ranks = pool.run(fit, world_size=2, args=(2, {}, settings, LitTokens))
+    _check([{"train": batches["train"]} for batches in ranks])
 
 
 def test_manual_optimization_waits_for_device_at_most_once(pool):
