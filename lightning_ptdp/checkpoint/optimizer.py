@@ -195,9 +195,10 @@ def load_optimizer(
 
     State tensors are created as the checkpoint lists them, on the parameters' devices. A state that
     was saved in the dtype of the tensor that the optimizer stepped on gets the dtype of today's;
-    others keep their dtypes. If the former is unknown, all get it, as in torch. 0-d tensors, which are step counts, are created on the CPU unless the group is
-    ``capturable`` or ``fused``. Hyperparameters are restored group by group, in order; ``foreach``,
-    ``fused``, ``capturable`` and ``differentiable`` are unchanged.
+    others keep their dtypes. If the former is unknown, all get it, as in torch. 0-d tensors, which
+    are step counts, are created on the CPU unless the group is ``capturable`` or ``fused``.
+    Hyperparameters are restored group by group, in order; ``foreach``, ``fused``, ``capturable``
+    and ``differentiable`` are unchanged.
 
     Args:
         path: The checkpoint folder.
