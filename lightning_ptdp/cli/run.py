@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -64,10 +64,11 @@ def run(verb: str, arguments: list[str]) -> int:
         arguments = [*arguments, *_launched_sizes(arguments)]
     cli, ckpt_path = _checked_run(verb, arguments)
     if verb == "prepare":
-        _prepare(cli)
+        _prepare(cli, sys.stdout)
         return 0
     if _launches(cli.trainer):
-        _prepare(cli)
+        # predict prints its results to the standard output
+        _prepare(cli, sys.stderr if verb == "predict" else sys.stdout)
         if verb == "fit":
             check_validation_interval(cli.trainer, cli.datamodule)
             for callback in cli.trainer.callbacks:
@@ -257,18 +258,18 @@ def _predict(cli: PTDPCLI, ckpt_path: str | None) -> None:
     )
 
 
-def _prepare(cli: PTDPCLI) -> None:
+def _prepare(cli: PTDPCLI, output: TextIO) -> None:
     """Prepare the data in this process, where the user sees its messages, before ranks start."""
     if cli.datamodule is not None:
-        with _showing("lightning_ptdp.data"):
+        with _showing("lightning_ptdp.data", output):
             cli.datamodule.prepare_data()
 
 
 @contextmanager
-def _showing(name: str) -> Iterator[None]:
+def _showing(name: str, output: TextIO) -> Iterator[None]:
     """Print the messages of the loggers below ``name``."""
     logger = logging.getLogger(name)
-    handler = logging.StreamHandler(sys.stdout)
+    handler = logging.StreamHandler(output)
     level = logger.level
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)
