@@ -6,6 +6,7 @@ Exit codes: 0 success, 1 failure, 2 an error that the user can fix, 130 Ctrl-C, 
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 import traceback
@@ -95,6 +96,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
     arguments = [argument for argument in arguments if argument != "--debug"]
+    if isinstance(sys.stdout, io.TextIOWrapper):  # with any locale
+        sys.stdout.reconfigure(errors="replace")
     try:
         with terminate_on_sigterm():
             return _run(arguments)

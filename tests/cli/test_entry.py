@@ -360,6 +360,18 @@ def test_killed_worker_is_reported():
         assert words in failure.message
 
 
+def test_output_with_an_encoding_that_lacks_characters():
+    done = subprocess.run(
+        [sys.executable, "-m", "lightning_ptdp", "recipes", "show", "common"],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "checkpoint as last.ckpt ?" in done.stdout
+
+
 def test_full_disk_is_explained_in_one_sentence():
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "a.ckpt")
     failure = worker_failure(ProcessRaisedException(f"{TRACE}OSError: {full}\n"))
