@@ -32,7 +32,8 @@ def images_by_sample(batch: Mapping[str, Any]) -> bool:
 def children(value: Nested) -> Iterable[tuple[Any, Nested]] | None:
     """Return the items of a container with their keys, indices or fields; None for a leaf.
 
-    A field of a dataclass that its constructor computes is left out."""
+    A field of a dataclass that its constructor computes is left out, and one without a value.
+    """
     if isinstance(value, (list, tuple)):
         names = getattr(value, "_fields", None)
         return zip(names, value, strict=True) if names else enumerate(value)
@@ -46,7 +47,7 @@ def children(value: Nested) -> Iterable[tuple[Any, Nested]] | None:
     return [
         (field.name, getattr(value, field.name))
         for field in dataclasses.fields(value)
-        if field.init or (lacks and hasattr(value, field.name))
+        if (field.init or lacks) and hasattr(value, field.name)
     ]
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_ptdp.base.nested import batch_size
+from lightning_ptdp.base.nested import batch_size, iterate_tensors
 from lightning_ptdp.engine.microbatches import (
     merge_outputs,
     microbatch_sizes,
@@ -219,6 +219,13 @@ def test_signature_distinguishes_shapes_and_dtypes():
     assert one == signature({"x": torch.ones(2, 3)})
     assert one != signature({"x": torch.zeros(2, 4)})
     assert one != signature({"x": torch.zeros(2, 3, dtype=torch.float64)})
+
+
+def test_tensors_of_half_copied_dataclass_are_found():
+    """A copy of a module in a step passes objects that copy.deepcopy has not filled yet."""
+    copied = object.__new__(Labelled)
+    copied.tokens = torch.arange(4)
+    assert [tensor.tolist() for tensor in iterate_tensors({1: copied})] == [[0, 1, 2, 3]]
 
 
 def test_dataclass_with_init_only_argument_is_split():
