@@ -67,8 +67,11 @@ def find_blocks(model: nn.Module, everywhere: Sequence[str] = ()) -> tuple[str, 
         and not f"{best}.".startswith(f"{name}.")
         and len({type(child) for child in containers[name].children()}) == 1
     ]
+    outermost = [
+        name for name in candidates if not any(name.startswith(f"{other}.") for other in candidates)
+    ]
     return _in_order(
-        [name for name in sizes if name == best or name in candidates],
+        [name for name in sizes if name == best or name in outermost],
         best,
         call_order(model) if candidates else None,
     )

@@ -129,6 +129,13 @@ def test_blocks_are_not_searched_in_modules_of_every_stage():
     assert (parts.blocks, parts.before[:1]) == (("student.layers",), ("teacher",))
 
 
+def test_container_inside_block_of_another_is_no_container():
+    stages = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2)))
+    model = nn.ModuleDict({"backbone": stages, "model": Model()})
+    model["model"].layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+    assert find_parts(model).blocks == ("backbone", "model.layers")
+
+
 def test_alias_of_module_runs_where_the_module_does():
     class Prompted(nn.Module):
         """Gives an embedding a second name, as peft's prompt tuning does."""
