@@ -85,8 +85,7 @@ class MLFlowLogger(Logger):
         run_name: Name in MLflow's list of runs; None: the experiment's name and the time (``ptdp
             fit``: recipe, layout and time).
         save_dir: Folder of the database, the artifacts and the checkpoints.
-        tracking_uri: Store or server; None: the environment variable ``MLFLOW_TRACKING_URI``, or
-            else ``sqlite:///<save_dir>/mlflow.db``.
+        tracking_uri: Store or server; None: ``sqlite:///<save_dir>/mlflow.db``.
         tags: Tags of the run.
         prefix: Prefix of every metric name, joined by "-", before the group.
         artifact_location: Folder or address of artifacts; None: ``<save_dir>/artifacts`` for the
@@ -115,8 +114,7 @@ class MLFlowLogger(Logger):
     ) -> None:
         super().__init__()
         folder = Path(save_dir).absolute()
-        tracking_uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
-        if not tracking_uri:
+        if tracking_uri is None:
             tracking_uri = sqlite_uri(folder / "mlflow.db")
             artifact_location = artifact_location or (folder / "artifacts").as_uri()
         self._save_dir = str(folder)

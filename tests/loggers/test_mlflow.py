@@ -71,15 +71,6 @@ def test_store_is_untouched_before_first_use(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_store_of_environment_is_used_as_by_lightning(tmp_path, monkeypatch):
-    given = f"sqlite:///{tmp_path / 'given.db'}"
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://localhost:5000")
-    assert MLFlowLogger(save_dir=str(tmp_path)).tracking_uri == "http://localhost:5000"
-    assert MLFlowLogger(save_dir=str(tmp_path), tracking_uri=given).tracking_uri == given
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "")
-    assert MLFlowLogger(save_dir=str(tmp_path)).tracking_uri.endswith(f"{tmp_path}/mlflow.db")
-
-
 def test_finalize_flushes_metrics_and_artifacts(save_dir):
     logger = MLFlowLogger(save_dir=str(save_dir), tags={"purpose": "test"})
     for step in range(200):
