@@ -85,7 +85,8 @@ class MLFlowLogger(Logger):
         run_name: Name in MLflow's list of runs; None: the experiment's name and the time (``ptdp
             fit``: recipe, layout and time).
         save_dir: Folder of the database, the artifacts and the checkpoints.
-        tracking_uri: Store or server; None: ``sqlite:///<save_dir>/mlflow.db``.
+        tracking_uri: Store or server, by default that of the environment variable
+            ``MLFLOW_TRACKING_URI`` at import; None: ``sqlite:///<save_dir>/mlflow.db``.
         tags: Tags of the run.
         prefix: Prefix of every metric name, joined by "-", before the group.
         artifact_location: Folder or address of artifacts; None: ``<save_dir>/artifacts`` for the
@@ -104,7 +105,7 @@ class MLFlowLogger(Logger):
         experiment_name: str = "lightning-ptdp",
         run_name: str | None = None,
         save_dir: str = "runs",
-        tracking_uri: str | None = None,
+        tracking_uri: str | None = os.getenv("MLFLOW_TRACKING_URI"),
         tags: dict[str, object] | None = None,
         prefix: str = "",
         artifact_location: str | None = None,
@@ -114,7 +115,7 @@ class MLFlowLogger(Logger):
     ) -> None:
         super().__init__()
         folder = Path(save_dir).absolute()
-        if tracking_uri is None:
+        if not tracking_uri:
             tracking_uri = sqlite_uri(folder / "mlflow.db")
             artifact_location = artifact_location or (folder / "artifacts").as_uri()
         self._save_dir = str(folder)

@@ -9,6 +9,7 @@ import os
 import pickle
 import re
 import resource
+import runpy
 import signal
 import sqlite3
 import sys
@@ -69,6 +70,14 @@ def test_store_is_untouched_before_first_use(tmp_path, monkeypatch):
     logger.experiment.anything("goes")
     assert logger.version is None
     assert list(tmp_path.iterdir()) == []
+
+
+def test_store_of_environment_is_the_default_as_in_lightning(monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://localhost:5000")
+    fresh = runpy.run_path(mlflow.__file__)["MLFlowLogger"]
+    assert fresh().tracking_uri == "http://localhost:5000"
+    assert fresh(tracking_uri="sqlite:///other.db").tracking_uri == "sqlite:///other.db"
+    assert fresh(tracking_uri=None).tracking_uri.endswith("runs/mlflow.db")
 
 
 def test_finalize_flushes_metrics_and_artifacts(save_dir):
