@@ -250,7 +250,7 @@ class RankAgreement:
         The first call with a key is collective over the replicas, and waits for the device.
 
         Args:
-            key: The step, and the loader of its batches.
+            key: Stage of the Trainer, the step, and the loader of its batches.
             counted: Whether the step returned its number of tokens.
 
         Raises:

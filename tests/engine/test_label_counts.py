@@ -155,6 +155,23 @@ def test_labels_counted_by_some_replicas_or_batches_are_refused(microbatches, re
     pool.run(fit_counts_where, world_size=2, args=(replica, microbatches))
 
 
+class LitCountsLater(LitLabels):
+    """Skips the sanity check."""
+
+    def validation_step(self, batch, batch_idx):
+        return None if self.trainer.sanity_checking else self.training_step(batch, batch_idx)
+
+
+def fit_counts_later(rank):
+    data = Labels(uneven=False).make_data()
+    trainer = make_trainer(PTDPStrategy(), 2, max_steps=1, limit_val_batches=1)
+    trainer.fit(LitCountsLater(True, 1.0), DataLoader(data, 4), DataLoader(data, 4))
+
+
+def test_labels_may_be_counted_after_the_sanity_check(pool):
+    pool.run(fit_counts_later, world_size=2)
+
+
 def test_label_counts_are_compared_per_sample():
     labels = torch.ones(3, 4, dtype=torch.int64)
     cpu = torch.device("cpu")
