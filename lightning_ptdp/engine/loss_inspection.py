@@ -30,7 +30,7 @@ _ELEMENTWISE = _BETWEEN_NUMBERS | {
     *("AbsBackward0", "ExpBackward0", "LogBackward0", "PowBackward0", "SoftplusBackward0")
 }
 _OF_PARAMETERS = _ELEMENTWISE | {
-    *("PermuteBackward0", "SliceBackward0", "TBackward0", "TransposeBackward0")
+    *("MmBackward0", "PermuteBackward0", "SliceBackward0", "TBackward0", "TransposeBackward0")
 }
 _EXTREMES = MappingProxyType(
     {
@@ -47,6 +47,7 @@ _CURVED = frozenset(
     )
 )
 """Functions whose mean over microbatches is not that of the batch."""
+_PARTS = frozenset(("Select", "Slice", "Split", "SplitWithSizes", "Unbind"))
 _DIVISORS = MappingProxyType(
     {
         "DivBackward0": "_saved_other",
@@ -345,16 +346,16 @@ def _is_extreme(node: Any, samples: int) -> bool:
 
 def _numbers(loss: Tensor) -> Iterator[Any]:
     """Yield the operations of the loss on numbers, and those that reduce tensors to them."""
-    return _ancestors(loss.grad_fn, lambda node: not _shape(node))
+    return _ancestors(loss.grad_fn, lambda node: [one for one in _before(node) if not _shape(one)])
 
 
-def _ancestors(node: Any, chosen: Callable[[Any], bool] = lambda node: True) -> Iterator[Any]:
+def _ancestors(node: Any, before: Callable[[Any], Iterable[Any]]) -> Iterator[Any]:
     pending = [] if node is None else [node]
     seen = set(pending)
     while pending:
         node = pending.pop()
         yield node
-        new = {one for one in _before(node) if one not in seen and chosen(one)}
+        new = {*before(node)} - seen
         seen |= new
         pending += new
 
@@ -368,20 +369,32 @@ def _is_curved(node: Any, samples: int) -> bool:
     """Return True if an operation is not linear in numbers of the samples."""
     before = [one for one, _ in node.next_functions]
     function = _function(node)
-    if function == "Mul":
-        return all(_has_samples(one, samples) for one in before)
-    if function == "Div":
-        return _has_samples(before[-1], samples)
-    return function in _CURVED and _has_samples(before[0], samples)
+    if function in ("Div", "Mul"):
+        # A constant factor has no entry, or None.
+        of_first = function == "Div" or uses_samples(before[0], samples)
+        return len(before) > 1 and of_first and uses_samples(before[1], samples)
+    return function in _CURVED and uses_samples(before[0], samples)
 
 
-def _has_samples(node: Any, samples: int) -> bool:
-    """Return True if an operation uses a tensor with the samples along dimension 0."""
+def uses_samples(node: Any, samples: int) -> bool:
+    """Return True if an operation uses a tensor with the samples along dimension 0.
+
+    The samples in a loop over them are parts of it.
+    """
+
+    def before(one: Any) -> list[Any]:
+        is_part = _function(one) in _PARTS and one._saved_dim == 0
+        return [] if is_part else _before(one)
+
     return any(
         _shape(one)[:1] == (samples,)
-        and not all(hasattr(end, "variable") for end in _ends(one, _OF_PARAMETERS))
-        for one in _ancestors(node)
+        and not all(_is_parameter(end) for end in _ends(one, _OF_PARAMETERS))
+        for one in _ancestors(node, before)
     )
+
+
+def _is_parameter(node: Any) -> bool:
+    return isinstance(getattr(node, "variable", None), nn.Parameter)
 
 
 def _function(node: Any) -> str:
@@ -398,8 +411,7 @@ def _has_no_samples(node: Any, shape: torch.Size, samples: int) -> bool:
     def is_apart(node: Any) -> bool:
         if node.name() == "StackBackward0":
             return len(shape) == 1 and shape[0] != samples
-        variable = getattr(node, "variable", None)
-        return isinstance(variable, nn.Parameter) and variable.shape == shape
+        return _is_parameter(node) and node.variable.shape == shape
 
     return all(is_apart(end) for one in _before(node) for end in _ends(one, _ELEMENTWISE))
 

@@ -23,6 +23,7 @@ from lightning_ptdp.engine.loss_inspection import (
     Sums,
     divided_sums,
     divisor_of,
+    uses_samples,
     warn_of_constants,
     warn_of_counted,
     warn_of_divisors,
@@ -143,11 +144,12 @@ class FirstBatchInspection:
             ):
                 yield change.name
             # A number that grows by one in each run counts runs, unless it counts samples.
+            numbers = state.before(change.path), change.value
             if (
                 change.how == "set"
-                and isinstance(change.value, int | float)
-                and len(sizes) < sum(sizes)
-                and change.value == state.before(change.path, change.value) + len(sizes)
+                and all(isinstance(number, int | float) for number in numbers)
+                and 1 < len(sizes) < sum(sizes)
+                and numbers[1] - numbers[0] == len(sizes)
             ):
                 yield change.name
 
@@ -356,10 +358,13 @@ class _Reductions(CallMode):
         return pairs and _root(x) is _root(y) and rows in self._compared
 
     def _differentiates(self, call: TorchCall) -> bool:
-        """Return True for gradients of parameters on which the loss may depend."""
+        """Return True for gradients of parameters that samples share, and the loss may use."""
         if call.name != "grad" or not call.argument(4, "create_graph", False):
             return False
-        return any(map(self._is_own, iterate_tensors(call.argument(1, "inputs", ()))))
+        nodes = [x.grad_fn for x in iterate_tensors(call.argument(0, "outputs", ()))]
+        return any(uses_samples(node, self._samples) for node in nodes) and any(
+            map(self._is_own, iterate_tensors(call.argument(1, "inputs", ())))
+        )
 
     def _is_own(self, x: Tensor) -> bool:
         """Return True for a weight or a buffer, and for views of it."""

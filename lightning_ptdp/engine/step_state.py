@@ -179,13 +179,13 @@ class StepState:
             search.mapping(seen, owner.attributes(), (owner.name,))
         return search.found
 
-    def before(self, path: Path, default: Any) -> Any:
-        """Return the earlier value at a path, or ``default`` if there was none."""
+    def before(self, path: Path) -> Any:
+        """Return the earlier value at a path; None if there was none."""
         owner, *keys = path
         items: Any = next(seen for one, seen in self._seen if one.name == owner)
         for key in keys[:-1]:
             items = items[key].items
-        return items[keys[-1]].value if keys[-1] in items else default
+        return items[keys[-1]].value if keys[-1] in items else None
 
     def restore(self) -> None:
         """Undo additions, removals and new bindings.

@@ -361,6 +361,20 @@ class LitInnerStep(LitPlain):
         return F.mse_loss(y @ (w - 0.1 * gradient), y)
 
 
+class LitInnerSteps(LitPlain):
+    """Takes a step inside of the loss for each sample, that of a task."""
+
+    def loss(self, prediction, y):
+        loss = 0
+        for row, target in zip(prediction, y, strict=True):
+            w = self.net[3].weight
+            (gradient,) = torch.autograd.grad(
+                F.mse_loss(row[:3], target[:3]), [w], create_graph=True
+            )
+            loss = loss + F.mse_loss(target @ (w - 0.1 * gradient), target) / len(y)
+        return loss
+
+
 class LitInputGradient(LitPlain):
     """A penalty on the gradient with respect to the samples."""
 
@@ -380,10 +394,19 @@ class LitOrthogonal(LitPlain):
 
     def loss(self, prediction, y):
         w = self.net[0].weight
-        v = w[:3]
-        penalty = (v @ v.T - torch.eye(3)).norm() + (w.norm() ** 2 + 1).sqrt()
+        penalty = (w @ w.T - torch.eye(4)).norm() + (w.norm() ** 2 + 1).sqrt()
         errors = (prediction - y).square().mean(1).sqrt()
         return errors.mean() * torch.exp(-self.scale) + self.scale + 0.1 * penalty
+
+
+class LitSamples(LitPlain):
+    """Nonlinear functions of single samples, and a smoothed cross-entropy."""
+
+    def loss(self, prediction, y):
+        roots = [(p - t)[:3].square().mean().sqrt() for p, t in zip(prediction, y, strict=True)]
+        norms = [p[:, :3].norm() for p in prediction.split(1)] + [prediction[0, 0].exp()]
+        smoothed = F.cross_entropy(prediction, y.argmax(1), label_smoothing=0.1)
+        return sum(roots) / len(y) + sum(norms) / len(y) + smoothed
 
 
 class Curriculum:
@@ -404,11 +427,17 @@ class LitCounter(LitPlain):
 
 
 class LitAuxiliary(LitPlain):
-    """A part of the loss that is handed on by an attribute."""
+    """A part of the loss that is handed on by an attribute, and numbers for a log."""
 
     auxiliary: Tensor | None = None
 
+    def __init__(self):
+        super().__init__()
+        self.last = None
+        self.worst = torch.zeros(2)
+
     def loss(self, prediction, y):
+        self.last = self.worst = prediction.mean().item()
         self.auxiliary = prediction.square().mean()
         return super().loss(prediction, y) + self.auxiliary
 
@@ -437,6 +466,8 @@ CASES = {
     LitPenalty: None,
     LitOrthogonal: None,
     LitInputGradient: None,
+    LitSamples: None,
+    LitInnerSteps: None,
     LitInnerStep: "test_step_inspection.py, line",
     LitRoot: "the loss contains 'sqrt' of a number",
     LitOverlap: "the loss contains 'div' of a number",
@@ -541,6 +572,11 @@ def test_state_change_in_recomputed_block_warns(pool):
     ((text,),) = pool.run(fit, world_size=1, args=(LitNormed, {**M2, "recompute": "full"}, 1))
     assert text.startswith("training_step writes self.net.0.1.num_batches_tracked")
     assert "recomputation runs blocks again" in text
+
+
+def test_counter_with_one_microbatch_and_recomputation_does_not_warn(pool):
+    layout = {"recompute": "full"}
+    assert pool.run(fit, world_size=1, args=(LitCounter, layout, 1)) == [[]]
 
 
 SLICE_SUMS = {
