@@ -121,6 +121,11 @@ def merge_outputs(
     first = outputs[0]
     if len(outputs) == 1:
         return first
+    numbers = [o for o in outputs if isinstance(o, int | float | np.number)]
+    if len(numbers) == len(outputs) and any(isinstance(o, float | np.floating) for o in numbers):
+        return float(
+            _weighted_mean([torch.tensor(o, dtype=torch.float64) for o in numbers], weights)
+        )
     if len({*map(type, outputs)}) > 1:
         return list(outputs)
     if isinstance(first, Tensor):
@@ -139,10 +144,6 @@ def merge_outputs(
             key: merge_outputs([part.get(key) for part in parts], sizes, weights) for key in keys
         }
         return rebuilt(first, merged)
-    if isinstance(first, float | np.floating):
-        return float(
-            _weighted_mean([torch.tensor(o, dtype=torch.float64) for o in outputs], weights)
-        )
     if isinstance(first, np.ndarray):
         if first.ndim and all(len(o) == n for o, n in zip(outputs, sizes, strict=True)):
             return np.concatenate(outputs)

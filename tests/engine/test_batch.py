@@ -186,12 +186,13 @@ def test_arrays_and_lists_of_samples_are_merged():
 
 def test_integers_and_missing_outputs_become_lists():
     outputs = [
-        {"right": 4, "task": 3, "auxiliary": torch.ones(()), "first": "a"},
-        {"right": 1, "task": 3, "auxiliary": None},
+        {"right": 4, "task": 3, "share": 0, "auxiliary": torch.ones(()), "first": "a"},
+        {"right": 1, "task": 3, "share": 0.3, "auxiliary": None},
     ]
     assert merge_outputs(outputs, (2, 1), (2.0, 1.0)) == {
         "right": [4, 1],
         "task": 3,
+        "share": pytest.approx(0.1),
         "auxiliary": [torch.ones(()), None],
         "first": ["a", None],
     }
