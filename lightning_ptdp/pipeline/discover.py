@@ -65,6 +65,7 @@ def find_blocks(model: nn.Module, everywhere: Sequence[str] = ()) -> tuple[str, 
         # Neither is the other, or inside it.
         and not f"{name}.".startswith(f"{best}.")
         and not f"{best}.".startswith(f"{name}.")
+        and not {*containers[name].children()} & {*containers[best].children()}
         and len({type(child) for child in containers[name].children()}) == 1
     ]
     outermost = [
@@ -188,10 +189,11 @@ def _by_registration(model: nn.Module, blocks: Sequence[str], *, named: set[str]
                 passed += 1
             elif any(block.startswith(f"{name}.") for block in blocks):
                 walk(child, f"{name}.")
-            elif name not in named and list(child.parameters()):
+            elif list(child.parameters()):
                 for inner in child.modules():
                     first.setdefault(inner, passed)
-                positions[name] = first[child]
+                if name not in named:
+                    positions[name] = first[child]
 
     if "" not in blocks:
         walk(model, "")
@@ -233,6 +235,8 @@ def _called_at(
             )
     named = model.get_submodule(name)
     name = next(other for other, module in model.named_modules() if module is named)
+    if any(f"{name}.".startswith(f"{container}.") for container in blocks):
+        return {default}  # a second name of a block
     calls = [
         place for place, call in enumerate(order) if call == name or call.startswith(f"{name}.")
     ]

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from lightning_ptdp.base.nested import iterate_tensors
 from lightning_ptdp.pipeline.boundary import Boundary
 from lightning_ptdp.pipeline.containers import Layer
 from lightning_ptdp.pipeline.crossing import StageError, StageExit
@@ -144,8 +145,8 @@ class RemoteWeight(Tensor):
         """Return the dtype or the device, or raise the error of the stub."""
         if function in _READABLE:
             return super().__torch_function__(function, types, args, kwargs)
-        values = (*args, *(kwargs or {}).values())
-        weight = next(value for value in values if isinstance(value, cls))
+        tensors = iterate_tensors((args, kwargs))
+        weight = next(tensor for tensor in tensors if isinstance(tensor, cls))
         return Placeholder.__getattr__(weight.stub, "weight")
 
 
@@ -166,10 +167,10 @@ class Stub(Placeholder):
     @property
     def weight(self) -> Tensor:
         """Return a tensor with the dtype and device of the weight, and nothing else."""
-        received = self._running().received
-        if self._ptdp_dtype is None or received is None:
+        run = self._ptdp_boundary.run
+        if self._ptdp_dtype is None or run is None or run.received is None:
             raise AttributeError("weight")  # continues in __getattr__
-        device = next((tensor.device for tensor in received.tensors), None)
+        device = next((tensor.device for tensor in run.received.tensors), None)
         weight = torch.empty(0, dtype=self._ptdp_dtype, device=device).as_subclass(RemoteWeight)
         weight.stub = self
         return weight
@@ -205,7 +206,8 @@ def stub_shape(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
     if isinstance(module, _NORMS) or (
         type(module).__name__.endswith("Norm") and _is_elementwise(module)
     ):
-        return _unchanged
+        dense = type(module).forward in (nn.LayerNorm.forward, nn.RMSNorm.forward)
+        return Tensor.contiguous if dense else _unchanged
     return None
 
 
@@ -231,4 +233,4 @@ def _zeros_after_linear(x: Tensor, *, width: int) -> Tensor:
 
 
 def _unchanged(x: Tensor) -> Tensor:
-    return x.contiguous()
+    return x

@@ -80,6 +80,30 @@ def test_learned_activation_is_partial():
     assert isinstance(plan.tensor["model.layers.*.mlp.act_fn"], Partial)
 
 
+@pytest.mark.parametrize(
+    ("name", "heads"), [("Glm4Moe", Partial()), ("Cohere", None)], ids=["one head", "all heads"]
+)
+def test_undeclared_norms_of_queries_and_keys(name, heads):
+    """The norm of one head is partial. Norms of all heads keep the attention whole."""
+    config = getattr(transformers, f"{name}Config")(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=61,
+        use_qk_norm=True,
+        pad_token_id=0,
+    )
+    with torch.device("meta"):
+        model = getattr(transformers, f"{name}ForCausalLM")(config)
+    tensor = find_plan(model).tensor
+    attention = "model.layers.*.self_attn"
+    assert tensor.get(f"{attention}.q_norm") == heads
+    assert tensor.get(f"{attention}.q_proj") == (heads and Column(heads=4))
+    assert tensor[attention] == (Region() if heads else Whole())
+
+
 def test_experts_are_kept_whole():
     sizes = {
         "vocab_size": 61,

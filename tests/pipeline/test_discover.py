@@ -156,6 +156,57 @@ def test_alias_of_module_runs_where_the_module_does():
     assert "word_embeddings" in find_parts(model).before
 
 
+class Named(nn.Module):
+    """Holds some modules of another model under second names."""
+
+    def __init__(self, second, *, example):
+        super().__init__()
+        self.base = Model()
+        self.second = second(self.base)
+        self.base.example_input_array = None
+        self.example_input_array = Model.example_input_array if example else None
+
+    def forward(self, ids):
+        return self.base(ids)
+
+
+@pytest.mark.parametrize("example", [True, False])
+@pytest.mark.parametrize(
+    "second",
+    [
+        lambda base: base.layers,
+        lambda base: base.layers[-1],
+        lambda base: nn.ModuleList([base.layers[0], base.layers[1]]),
+    ],
+    ids=["container", "block", "list of blocks"],
+)
+def test_second_name_of_blocks_is_accepted(second, example):
+    assert find_parts(Named(second, example=example)).blocks == ("base.layers",)
+
+
+def test_alias_of_module_in_plan_runs_where_the_module_does():
+    model = Named(lambda base: base.embedding, example=False)
+    parts = find_parts(model, ParallelPlan(before=("base.embedding",)))
+    assert "second" in parts.before
+
+
+def test_known_values_are_not_guessed():
+    class Counts(Model):
+        """Stores its number of layers in a tensor that is no buffer."""
+
+        def __init__(self):
+            super().__init__()
+            self.depth = torch.tensor(len(self.layers))
+
+        def forward(self, ids):
+            x = self.embedding(ids)
+            for layer in self.layers[: self.depth.item()]:
+                x = layer(x)
+            return self.norm(x)
+
+    assert "layers.1" in call_order(Counts())
+
+
 def test_value_dependent_branch_does_not_hide_uncalled_modules():
     class Looks(Uncalled):
         def forward(self, ids):

@@ -232,6 +232,25 @@ def test_dtype_and_device_of_weight_of_other_stage_can_be_read():
     assert torch.equal(run_cut(whole, ids), whole(ids))
 
 
+def test_weight_of_other_stage_is_absent_outside_of_a_step():
+    part = Net()
+    cut_of(part, 2)
+    names = [name for name, module in part.named_modules() if hasattr(module, "weight")]
+    assert names == ["layers.3", "norm", "head"]
+
+
+class JoinsWeights(Net):
+    """Passes the weight inside of a list."""
+
+    def forward(self, ids):
+        return super().forward(ids) + torch.cat([self.embedding.weight, self.embedding.weight])
+
+
+def test_weight_of_other_stage_in_a_list_is_refused():
+    with pytest.raises(AttributeError, match=r"everywhere=\('embedding',\)"):
+        run_stage(JoinsWeights(), 2, HIDDEN)
+
+
 class ViewsNorm(Net):
     """Reshapes the output of a norm, which is contiguous also if its input is not."""
 
@@ -244,8 +263,22 @@ class ViewsNorm(Net):
         return self.head(self.norm(self.run_layers(x)))
 
 
-def test_norm_before_blocks_returns_contiguous_tensor_on_every_stage():
-    whole, ids = ViewsNorm(), torch.zeros(2, 5, dtype=torch.long)
+class ViewsChannels(ViewsNorm):
+    """Reshapes the output of a norm that keeps the channels last."""
+
+    def __init__(self):
+        super().__init__()
+        self.first_norm = nn.GroupNorm(2, 6)
+
+    def forward(self, ids):
+        x = torch.ones(*ids.shape, 2, 6).permute(0, 3, 1, 2)
+        x = self.first_norm(x).permute(0, 2, 3, 1).view(-1, 6)
+        return self.head(self.norm(self.run_layers(x)))
+
+
+@pytest.mark.parametrize("kind", [ViewsNorm, ViewsChannels])
+def test_norm_before_blocks_has_same_strides_on_every_stage(kind):
+    whole, ids = kind(), torch.zeros(2, 5, dtype=torch.long)
     parts = ModelParts(
         blocks=("layers",), before=("embedding", "first_norm"), after=("norm", "head")
     )

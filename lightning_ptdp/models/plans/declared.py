@@ -52,9 +52,9 @@ def declared_plan(module: Any, prefix: str = "") -> ParallelPlan:
 
     A module is replicated if it is declared as split and gathered again, or if its style is unknown
     here (experts). An attention or a feed-forward part is replicated if one of its projections has
-    an unusual type (wrapped by an adapter, quantized). Under sequence parallelism, replicated
-    modules receive the full sequence. If there are fewer key/value heads than ranks, each rank
-    gets one head.
+    an unusual type (wrapped by an adapter, quantized), or if it has parameters for the heads or
+    features of all ranks. Under sequence parallelism, replicated modules receive the full sequence.
+    If there are fewer key/value heads than ranks, each rank gets one head.
     """
     modules: Modules = dict(module.named_modules())
     tensor = _declared_kinds(module, modules)
@@ -92,9 +92,33 @@ def _declared_kinds(module: Any, modules: Modules) -> dict[str, Kind]:
         if kind is None or not names or ends.keys() & set(names):
             continue
         tensor[pattern] = kind
+        parent = _parent(pattern)
         if not all(fits(modules[name], kind) for name in names):
-            unusual.add(_parent(pattern))
+            unusual.add(parent)
+        for name in names if isinstance(kind, Column) and parent not in unusual else ():
+            norms = _norms_of_heads(modules[_parent(name)], modules[name])
+            if norms is None:
+                unusual.add(parent)
+            else:
+                tensor.update(dict.fromkeys((joined(parent, norm) for norm in norms), Partial()))
     return {pattern: kind for pattern, kind in tensor.items() if _parent(pattern) not in unusual}
+
+
+def _norms_of_heads(part: Any, layer: Any) -> list[str] | None:
+    """Return the names of the norms in ``part`` that are applied to each head of ``layer``.
+
+    The result is None if a norm of queries or keys, a child as wide as the layer's output, or a
+    parameter of ``part`` itself would need the heads or features of all ranks.
+    """
+    norms = []
+    for key, child in part.named_children():
+        shapes = {tuple(parameter.shape) for parameter in child.parameters()}
+        is_norm = key in ("q_norm", "k_norm")
+        if is_norm and shapes <= {(getattr(part, "head_dim", None),)}:
+            norms.append(key)
+        elif shapes and (is_norm or shapes == {(getattr(layer, "out_features", None),)}):
+            return None
+    return norms if all(parameter is None for parameter in part._parameters.values()) else None
 
 
 def _kind(config: Any, pattern: str, style: str) -> Kind | None:
