@@ -23,9 +23,10 @@ from lightning_ptdp.base.torch_calls import TorchCall, running_modules
 _MOVING = "__add__ __floordiv__ __radd__ __rsub__ __sub__ add floor_divide sub"
 """Functions that may change positions by a number."""
 _KEEPING = (
-    f"{_MOVING} __abs__ __getitem__ __neg__ abs bfloat16 clamp clamp_ clamp_min clone contiguous "
-    "double expand expand_as flatten float half int long masked_fill masked_fill_ neg relu repeat "
-    "reshape squeeze to type type_as unsqueeze view where"
+    f"{_MOVING} T __abs__ __getitem__ __neg__ abs bfloat16 broadcast_to clamp clamp_ clamp_min clone "
+    "contiguous detach double expand expand_as flatten float half index_select int long mT "
+    "masked_fill masked_fill_ movedim neg permute relu repeat repeat_interleave reshape squeeze stack "
+    "swapaxes t tile to transpose type type_as unsqueeze view where"
 )
 """Functions whose result still counts tokens."""
 _ARITHMETIC = (
@@ -115,7 +116,7 @@ class SlicePositions:
             other = call.second if first in self._counted else first
             return _limits(name, other if len(counts) == 1 else None, counts, length)
         computes = name in _ARITHMETIC.split()
-        if computes or name in _KEEPING.split():
+        if computes or call.subject in _KEEPING.split():
             numbers = [abs(x) for x in call.values[:2] if isinstance(x, int | float)]
             self._counted[result] = _Count(
                 counts[0].line,
@@ -131,14 +132,13 @@ def _limits(name: str, other: object, counts: Sequence[_Count], length: int) -> 
 
     None: two positions are compared.
     """
-    moved = max(one.moved for one in counts)
-    if other is None:
-        return 0 < moved < length
-    if not isinstance(other, int | float):
+    if not isinstance(other, int | float | None):
         return True
-    distance = moved + abs(other)
+    distance = max(one.moved for one in counts) + abs(other or 0)
+    if other is None or counts[0].is_distance:
+        return 1 < distance < length  # ``i < j + 1`` is causal
     if distance == 0:
-        return not counts[0].is_distance and name.strip("_") not in ("ge", "lt")  # of any position
+        return name.strip("_") not in ("ge", "lt")  # of any position
     return distance < length
 
 

@@ -284,6 +284,11 @@ def test_table_of_mask_is_accepted_if_it_is_causal(name):
     ("compare", "is_accepted"),
     {
         "causal": (lambda i: i[None] <= i[:, None], True),
+        "strictly less": (lambda i: i < (i + 1).view(SLICE, 1), True),
+        "from 1": (lambda i: (i + 1)[None] <= (i + 1)[:, None], True),
+        "transposed": (lambda i: i[None] <= i[None].T, True),
+        "exchanged": (lambda i: i[None].tile(SLICE, 1) >= i[None].transpose(0, 1), True),
+        "less than 1": (lambda i: i - i[:, None] < 1, True),
         "causal distance": (lambda i: i[:, None] - i >= 0, True),
         "long window": (lambda i: i[None] > i[:, None] - LENGTH, True),
         "longer than sequence": (lambda i: i < LENGTH, True),
