@@ -113,17 +113,23 @@ def may_hide(mask: Tensor) -> bool:
 def count_targets(batch: Any, tokens: int) -> Tensor | None:
     """Return the number of labels that are not ignored, () int64, on their device.
 
-    The labels are the integers (b, n) named "labels", else those whose name contains "label" or
-    "target", else the last ones. Other integers have no ignored labels, and so the same number on
-    all ranks. None if there are no integers of the n ``tokens`` of a slice. The number is the
-    weight of a rank's loss, if the loss is the mean over its labels.
+    The labels are the integers (b, n, ...) named "labels", else those whose name contains "label"
+    or "target", else all of them, of which the others have no ignored labels. Of several, those with
+    the fewest labels are counted. None if there are no integers of the n ``tokens`` of a slice. The
+    number is the weight of a rank's loss, if the loss is the mean over its labels.
     """
     found = [
-        (name == "labels", "label" in name or "target" in name, place, tensor)
-        for place, (name, tensor) in enumerate(named_tensors(batch))
-        if tensor.dtype in (torch.int64, torch.int32) and tensor.shape[1:] == (tokens,)
+        (name, tensor)
+        for name, tensor in named_tensors(batch)
+        if not tensor.is_floating_point() and tokens in tensor.shape[1:]
     ]
-    return (max(found)[-1] != _IGNORED_LABEL).sum() if found else None
+    found = (
+        [one for one in found if one[0] == "labels"]
+        or [one for one in found if "label" in one[0] or "target" in one[0]]
+        or found
+    )
+    counts = [(tensor != _IGNORED_LABEL).sum() for _, tensor in found]
+    return torch.stack(counts).min() if counts else None
 
 
 def _sequence_dim(tensor: Tensor, length: int) -> int | None:

@@ -249,6 +249,7 @@ def warn_of_counted(
     *,
     samples: int | None = None,
     slice_samples: int = 0,
+    divides_samples: bool = True,
 ) -> None:
     """Warn of a cross-entropy whose mean has another weight than the number of its labels.
 
@@ -259,6 +260,7 @@ def warn_of_counted(
             It is read from the device.
         slice_samples: Number of samples of which the batch has slices. All slices have the same
             labels of whole samples.
+        divides_samples: False if the losses of all slices are those of the whole batch.
     """
     nodes = [node for node in _ends(loss.grad_fn, _THROUGH) if "NllLoss" in node.name()]
     if len(nodes) != 1 or nodes[0]._saved_reduction != _MEAN:
@@ -268,7 +270,9 @@ def warn_of_counted(
     weight = node._saved_weight
     target = node._saved_target
     if target.numel() == slice_samples:
-        return
+        labels = None
+        if not divides_samples:
+            return
     ignored = _ignored_label(node)
     learned = target[target != ignored]
     labels = learned.numel() if labels is None else int(labels)

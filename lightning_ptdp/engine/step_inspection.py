@@ -254,7 +254,12 @@ class BatchInspection:
         if part is None:
             warn_of_counted(loss, samples=samples if is_only else None)
             return
-        warn_of_counted(loss, part.num_targets, slice_samples=samples)
+        warn_of_counted(
+            loss,
+            part.num_targets,
+            slice_samples=samples,
+            divides_samples=self.divides_samples,
+        )
         tokens = part.length // part.group.size
         warn_of_slices(loss, samples=samples, tokens=tokens, alone=not self.divides_samples)
 

@@ -131,10 +131,24 @@ LABELS = torch.tensor([[1, -100, 3], [-100, -100, 6]])
         ({"labels": LABELS, "label_mask": IDS}, 3),
         ({"input_ids": IDS, "target": LABELS, "attention_mask": IDS}, 3),
         ((IDS, LABELS), 3),
+        ((IDS, LABELS, IDS), 3),
+        ({"labels": LABELS.short()}, 3),
+        ({"labels": LABELS[..., None].expand(2, 3, 4)}, 12),
+        ({"label_mask": IDS, "targets": LABELS, "labels_are_whole": IDS}, 3),
         ({"input_ids": IDS, "labels": torch.tensor([1, -100])}, 6),
         ({"hidden": torch.ones(2, 3), "label": torch.tensor([1, -100])}, None),
     ],
-    ids=["labels", "target", "tuple", "of samples", "no tokens"],
+    ids=[
+        "labels",
+        "target",
+        "tuple",
+        "before mask",
+        "short",
+        "of codebooks",
+        "named masks",
+        "of samples",
+        "no tokens",
+    ],
 )
 def test_ignored_labels_are_not_counted(batch, expected):
     count = count_targets(batch, 3)

@@ -10,7 +10,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassF1Score
 
-from lightning_ptdp.engine.loss_inspection import divisor_of, warn_of_loss, warn_of_slices
+from lightning_ptdp.engine.loss_inspection import (
+    divisor_of,
+    warn_of_counted,
+    warn_of_loss,
+    warn_of_slices,
+)
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.parity import make_trainer
 
@@ -729,3 +734,13 @@ def test_losses_of_many_terms_are_inspected():
         warnings.simplefilter("error")
         warn_of_loss(chain, samples=4, replicas=True)
         warn_of_loss(doubled, samples=4, replicas=True)
+
+
+@pytest.mark.parametrize("divides_samples", [True, False])
+def test_class_weights_of_whole_samples_warn_if_samples_are_divided(divides_samples):
+    logits = torch.randn(4, 2, requires_grad=True)
+    loss = F.cross_entropy(logits, torch.tensor([0, 1, 1, 1]), weight=torch.tensor([1.0, 3.0]))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_of_counted(loss, torch.tensor(32), slice_samples=4, divides_samples=divides_samples)
+    assert ["class weights" in str(one.message) for one in caught] == [True] * divides_samples
