@@ -37,6 +37,7 @@ from lightning_ptdp.attention import (
     shard_sequence,
     unshard_sequence,
 )
+from lightning_ptdp.base.nested import map_tensors
 from lightning_ptdp.base.torch_calls import Replacing, TorchCall
 from lightning_ptdp.forward.token_mixing import has_tokens
 from lightning_ptdp.tensor_parallel.collectives import total
@@ -52,6 +53,17 @@ _FILLS = (
     Tensor.random_,
     Tensor.exponential_,
     Tensor.bernoulli_,
+    Tensor.cauchy_,
+    Tensor.geometric_,
+    Tensor.log_normal_,
+)
+_DRAWS: tuple[_Function, ...] = (
+    torch.bernoulli,
+    Tensor.bernoulli,
+    torch.normal,
+    torch.randint_like,
+    F.alpha_dropout,
+    F.gumbel_softmax,
 )
 
 
@@ -86,7 +98,7 @@ class SliceFunctions:
                 torch.rand_like: partial(self._like, Tensor.uniform_),
                 torch.randn_like: partial(self._like, Tensor.normal_),
                 torch.randint: self._integers,
-                **dict.fromkeys((torch.bernoulli, Tensor.bernoulli), self._bernoulli),
+                **{draw: partial(self._draw, draw) for draw in _DRAWS},
                 F.dropout: self._dropout,
                 **{reduce: partial(self._reduce, reduce) for reduce in _REDUCTIONS},
                 **{extreme: partial(self._extreme, extreme) for extreme in _EXTREMES},
@@ -256,21 +268,25 @@ class SliceFunctions:
         return self.shares_stream() and self._has_slice(x)
 
     def _fill(self, fill: _Function, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if not self._draws_slice(x) or any(
-            isinstance(value, Tensor) for value in (*args, *kwargs.values())
-        ):
+        if not self._draws_slice(x):
             return fill(x, *args, **kwargs)
         full = x.new_empty((x.size(0), self.length, *x.shape[2:]))
         with torch.no_grad():
-            drawn = fill(full, *args, **kwargs)
+            drawn = fill(full, *map(self._full, args), **map_tensors(kwargs, self._full))
             return x.copy_(shard_sequence(drawn, 1, rank=self.group.rank, size=self.group.size))
 
-    def _bernoulli(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if not self._draws_slice(input):
-            return torch.bernoulli(input, *args, **kwargs)
-        # A token's number does not depend on the probabilities of other tokens.
-        full = torch.bernoulli(unshard_sequence([input] * self.group.size, 1), *args, **kwargs)
-        return shard_sequence(full, 1, rank=self.group.rank, size=self.group.size)
+    def _draw(self, function: _Function, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the numbers of this rank's tokens; they depend on no other token's arguments."""
+        if not any(isinstance(x, Tensor) and self._draws_slice(x) for x in args):
+            return function(*args, **kwargs)
+        drawn = function(*map(self._full, args), **map_tensors(kwargs, self._full))
+        return shard_sequence(drawn, 1, rank=self.group.rank, size=self.group.size)
+
+    def _full(self, x: Any) -> Any:
+        """Return a tensor of the full sequence with this rank's values, or ``x`` if it is no slice."""
+        if not isinstance(x, Tensor) or not self._has_slice(x):
+            return x
+        return unshard_sequence([x] * self.group.size, 1)
 
     def _new(self, fill: _Function, *size: Any, **kwargs: Any) -> Tensor:
         return self._filled(fill, partial(torch.empty, *size), kwargs)

@@ -49,7 +49,18 @@ def test_drawn_tensor_may_require_gradient(draw):
 
 @pytest.mark.parametrize(
     "draw",
-    [torch.bernoulli, torch.Tensor.bernoulli, torch.rand_like, lambda x: torch.rand(x.shape)],
+    [
+        torch.bernoulli,
+        torch.Tensor.bernoulli,
+        torch.rand_like,
+        lambda x: torch.rand(x.shape),
+        lambda x: torch.empty_like(x).bernoulli_(x),
+        lambda x: torch.empty_like(x).log_normal_(),
+        lambda x: torch.normal(x, 1.0),
+        lambda x: torch.randint_like(x, 9),
+        lambda x: torch.nn.functional.gumbel_softmax(torch.stack([x, 1 - x], -1)),
+        torch.nn.AlphaDropout(),
+    ],
 )
 def test_numbers_of_tokens_are_those_of_full_sequence(draw):
     chances = torch.linspace(0.1, 0.9, 32).view(2, 16)
