@@ -27,21 +27,22 @@ On CUDA a copy is only queued. No tensor is overwritten while it is copied, for 
   before are finished. It rounds sizes up to powers of two, and keeps the memory until the process
   ends.
 
-A saved tensor is not written to before its backward, because autograd refuses that. A copy is
-therefore equivalent. On a CPU the copies are made at once.
+A backward that needs a tensor that was written to while it was on the device is refused, as by
+autograd without hooks. On a CPU the copies are made at once.
 """
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_ptdp.base.saved_tensors import checked, written_refusal
 from lightning_ptdp.forward.own_forward import OwnForward
 from lightning_ptdp.forward.surroundings import Context
 from lightning_ptdp.pipeline.crossing import tensors_in
@@ -190,28 +191,29 @@ class _Block:
     _wanted: bool = False
     _done: torch.cuda.Event | None = None
 
-    def pack(self, tensor: Tensor) -> Tensor | _Saved:
+    def pack(self, tensor: Tensor) -> Callable[[], Tensor] | _Saved:
         """Return a replacement of a tensor that autograd saves."""
         if self.staying.holds(tensor):
-            return tensor
+            return checked(tensor)
         storage = tensor.untyped_storage()
         key = storage.data_ptr(), tensor._version
         reference = self._storages.get(key)
         stored = reference() if reference is not None else None
         if stored is None:
             if tensor.nbytes < _VIEW * storage.nbytes():
-                return tensor
+                return checked(tensor)
             on_device = tensor.new_empty(0, dtype=torch.uint8).set_(storage)
-            stored = _Storage(on_device.numel(), on_device)
+            stored = _Storage(on_device.numel(), tensor._version, on_device)
             self._storages[key] = weakref.ref(stored)
+        stored.saved.append(tensor)
         return _Saved(
             stored, tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride()
         )
 
-    def unpack(self, saved: Tensor | _Saved) -> Tensor:
+    def unpack(self, saved: Callable[[], Tensor] | _Saved) -> Tensor:
         """Return the tensor when autograd needs it."""
-        if isinstance(saved, Tensor):
-            return saved
+        if not isinstance(saved, _Saved):
+            return saved()
         self.fetch()
         if self._done is not None:
             torch.cuda.current_stream(self.staying.device).wait_event(self._done)
@@ -241,7 +243,7 @@ class _Block:
             torch.cuda.current_stream(self.staying.device).wait_event(self._done)
         if not self._wanted:
             for storage in self._leaving:
-                storage.device = None
+                storage.leave()
         self._leaving = []
 
     def fetch(self) -> None:
@@ -286,11 +288,30 @@ class _Block:
 
 @dataclass(eq=False)
 class _Storage:
-    """Bytes on the device, on the host, or both."""
+    """Bytes on the device, on the host, or both.
+
+    Attributes:
+        version: Number of writes to the saved tensors before they were saved.
+        saved: The tensors, while they are on the device.
+        is_changed: True if one has been written to afterwards.
+    """
 
     nbytes: int
+    version: int
     device: Tensor | None
     host: Tensor | None = None
+    saved: list[Tensor] = field(default_factory=list)
+    is_changed: bool = False
+
+    def note_writes(self) -> None:
+        """Note writes to the saved tensors."""
+        self.is_changed |= any(tensor._version != self.version for tensor in self.saved)
+
+    def leave(self) -> None:
+        """Leave the device."""
+        self.note_writes()
+        self.saved.clear()
+        self.device = None
 
     @property
     def on_device(self) -> Tensor:
@@ -311,6 +332,9 @@ class _Saved:
 
     def tensor(self) -> Tensor:
         """Return the tensor as it was saved."""
+        self.storage.note_writes()
+        if self.storage.is_changed:
+            raise written_refusal(self.shape)
         source = self.storage.on_device.untyped_storage()
         return torch.empty(0, dtype=self.dtype, device=source.device).set_(
             source, self.offset, self.shape, self.stride

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ptdp.base.partial_values import PartialModelError
+from lightning_ptdp.base.saved_tensors import checked
 from lightning_ptdp.blocks.fp8 import RoundedWeight
 from lightning_ptdp.data_parallel.absent_parameters import set_access
 from lightning_ptdp.data_parallel.flat_parameters import (
@@ -170,7 +171,7 @@ class ShardedParameters(Surrounding):
             if unit not in skipped:
                 unit.start()
         hooks = (
-            torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+            torch.autograd.graph.saved_tensors_hooks(self._pack, lambda unpack: unpack())
             if forward.training
             else contextlib.nullcontext()
         )
@@ -291,13 +292,13 @@ class ShardedParameters(Surrounding):
 
     # ---- tensors that a graph saves --------------------------------------------------------------
 
-    def _pack(self, tensor: Tensor) -> Tensor | Callable[[], Tensor]:
-        """Return the position of a weight in place of the weight."""
+    def _pack(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Return a function that returns the tensor and keeps only the position of a weight."""
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
-            return tensor
+            return checked(tensor)
         entry = self._saved.get(tensor.untyped_storage().data_ptr())
         if entry is None or tensor.dtype != _full(entry[1]).dtype:
-            return tensor
+            return checked(tensor)
         place = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
         return partial(self._unpacked, *entry, place)
 
@@ -306,10 +307,6 @@ class ShardedParameters(Surrounding):
             self.need(unit)
         self._wait(unit, gathered)
         return _full(gathered).as_strided(*place)
-
-
-def _unpack(saved: Tensor | Callable[[], Tensor]) -> Tensor:
-    return saved if isinstance(saved, Tensor) else saved()
 
 
 def _full(gathered: Gathered) -> Tensor:
