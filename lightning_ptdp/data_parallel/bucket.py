@@ -72,12 +72,12 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def own_backward_refusal() -> ValueError:
-    """Return the error for a backward inside a step that accumulates gradients."""
+    """Return the error for a backward of the user's whose gradients the optimizer would see."""
     return ValueError(
-        "training_step calls backward() itself while gradients of earlier batches are accumulated. "
-        "One process would add its gradients to those, but replicas and microbatches cannot weigh "
-        "them. Use torch.autograd.grad, add the loss to the returned one, or use "
-        "accumulate_grad_batches=1"
+        "the module calls backward() itself while the gradients of a step are accumulated. One "
+        "process would add its gradients to those, but replicas and microbatches cannot weigh "
+        "them. Use torch.autograd.grad, add the loss to that of training_step, or call it in "
+        "training_step with accumulate_grad_batches=1"
     )
 
 

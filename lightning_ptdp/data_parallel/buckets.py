@@ -55,6 +55,7 @@ class GradientBuckets:
         shards: Keep only this rank's part of sums that are scattered.
         flats: Storage of sharded parameters; each makes a bucket with its layout.
         launched: Called for every reduction that starts, with its chunk and its ``Pending``.
+        refuses: See ``GradientStore``.
     """
 
     parameters: Sequence[ManagedParameter]
@@ -64,6 +65,7 @@ class GradientBuckets:
     shards: bool = False
     flats: Sequence[FlatParameters] = ()
     launched: Callable[[int | None, Any], None] | None = None
+    refuses: bool | None = False
     _chunks: dict[int | None, list[Bucket]] = field(default_factory=dict)
     _home: dict[int, Bucket] = field(default_factory=dict)
     _hooks: list[Any] = field(default_factory=list)
@@ -73,7 +75,6 @@ class GradientBuckets:
     _overlapped: OverlappedReduction | None = None
     _waiting: deque[tuple[int, Callable[[], object]]] = field(default_factory=deque)
     _sums: list[tuple[Tensor, Group]] = field(default_factory=list)
-    _in_step: bool = False
     _keeps: bool = False
 
     def __post_init__(self) -> None:
@@ -105,6 +106,7 @@ class GradientBuckets:
         A gradient whose ``.grad`` was set to None restarts at zero.
         """
         self._keeps = keep
+        self.refuses = None
         if not keep:
             self._weighed = []
             self._arrived = set()
@@ -141,21 +143,12 @@ class GradientBuckets:
     def set_aside(self) -> Iterator[None]:
         """Keep the gradients in this context, and drop those that it leaves."""
         self.unset_grad()
-        try:
-            with self.in_step(keep=self._keeps):
-                yield
-        finally:
-            self.set_grad()
-
-    @contextlib.contextmanager
-    def in_step(self, *, keep: bool) -> Iterator[None]:
-        """Surround a step without a schedule; ``keep`` is that of the following ``begin``."""
-        self._keeps = keep
-        self._in_step = True
+        self.refuses = self._keeps
         try:
             yield
         finally:
-            self._in_step = False
+            self.refuses = None
+            self.set_grad()
 
     def expect(
         self, chunk: int | None, awaited: Iterable[Tensor] | None = None, *, last: bool = True
@@ -361,9 +354,9 @@ class GradientBuckets:
         self._waiting.clear()  # not earlier: it holds memory that the reductions use
 
     def _ran(self, parameter: nn.Parameter, *_: object) -> None:
-        if not self._in_step:
+        if self.refuses is None:
             self.complete(parameter)
-        elif self._keeps:
+        elif self.refuses:
             raise own_backward_refusal()
 
     def _launch_full(self) -> None:

@@ -37,6 +37,9 @@ class GradientStore(Protocol):
 
     parameters: Sequence[ManagedParameter]
     """The trained parameters, in forward order."""
+    refuses: bool | None = False
+    """True: a backward of the user's own is refused. False: its gradients are dropped. None, which
+    ``begin`` sets: those of backwards are the batch's."""
 
     @property
     def scatters(self) -> bool:
@@ -95,10 +98,6 @@ class GradientStore(Protocol):
         Raises:
             ValueError: It leaves some, which one process would add to those of earlier batches.
         """
-
-    def in_step(self, *, keep: bool) -> contextlib.AbstractContextManager[None]:
-        """Return the context of a step without a schedule, before ``begin`` with this ``keep``."""
-        return contextlib.nullcontext()
 
     def buckets(self) -> Iterable[Bucket]:
         """Return all buckets, in backward order within each chunk."""
@@ -216,10 +215,10 @@ class UnbucketedGradients(GradientStore):
         self._state = self._state.to(GradientState.ACCUMULATING)
 
     def set_grad(self) -> None:
-        """Restore the removed gradients; a gradient that is still on its parameter stays."""
+        """Restore the removed gradients, and add them to those of a hook's own backward."""
         for parameter, gradient in self._removed.items():
-            if parameter.grad is None:
-                parameter.grad = gradient
+            own = parameter.grad
+            parameter.grad = gradient if own is None else gradient.add_(own)
 
     def unset_grad(self) -> None:
         """Set ``.grad`` to None and keep the gradients."""

@@ -168,11 +168,13 @@ class Gradients:
         """Return True if the batch adds to the gradients of earlier ones."""
         return self._open and not self.clears
 
-    def in_step(self) -> contextlib.AbstractContextManager[None]:
-        """Return the context of a step whose backward Lightning runs."""
-        if self._store is None:
-            return contextlib.nullcontext()
-        return self._store.in_step(keep=self._keeps)
+    def guard(self, *, keeps: bool | None = None) -> None:
+        """Refuse backwards of the user's own if their gradients are kept.
+
+        By default, these are kept as those of the batches before a step are.
+        """
+        if self._store is not None:
+            self._store.refuses = self._keeps if keeps is None else keeps
 
     def _unset_copies(self) -> None:
         """Take the last gradients from the optimizer, so that a step cannot clear new ones.
@@ -226,6 +228,7 @@ class Gradients:
             if not self.accumulates:
                 store.finish()
         store.unset_grad()
+        self.guard(keeps=not self.clears)
         for value, gradient in self._left.items():
             value.grad = gradient  # for Lightning to clear, or not
 
@@ -244,6 +247,7 @@ class Gradients:
             store.expect(0, last=last)
         with self._computing():
             yield
+        self.guard(keeps=True)
         if last:
             store.finish()
             self._give_sums()
@@ -282,6 +286,7 @@ class Gradients:
 
     def start_parameter_gather(self) -> None:
         """Start to gather the parameters, after the optimizer has stepped."""
+        self.guard(keeps=self._open)
         if self.stepped is not None:
             self.stepped.publish()
 

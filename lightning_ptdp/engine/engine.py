@@ -194,6 +194,7 @@ class Engine:
         self._accumulated = self.gradients.accumulates
         self._copies.check(self._step("training_step"))
         self.gradients.clears = clears
+        self.gradients.guard()
         output = (
             self._scheduled_training_step(context, args, loss_scale)
             if self._config.runs_backward
@@ -344,7 +345,6 @@ class Engine:
             context(),
             recorder if averages else contextlib.nullcontext(),
             self._loggers.replaced(is_last=True),
-            self.gradients.in_step() if training else contextlib.nullcontext(),
             contextlib.nullcontext() if inspection is None else inspection.watched(),
         ):
             output = getattr(self._module, hook)(forward.batch, *args[1:])

@@ -77,6 +77,7 @@ class StepHooks(CheckpointHooks):
             with self._during("step"), self.engine.optimization.manual_backward():
                 plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
             return plugin.post_backward(closure_loss, module)
+        self.engine.gradients.guard(keeps=True)
         if self.config.runs_backward:
             closure_loss = plugin.pre_backward(closure_loss, module)
             with self._during("step"), self.run.watchdog.counting(OTHER_REPLICAS):

@@ -103,10 +103,25 @@ class LitInStep(LitOnce):
         return super().training_step(batch, batch_idx)
 
 
-def fit_with_backward_in_step(rank, place, accumulate):
+class LitInHook(LitOnce):
+    """Runs a backward of its own in a hook."""
+
+    def __init__(self, hook):
+        super().__init__()
+        setattr(self, hook, self.run_backward)
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.batch = batch[0] + 1, batch[1]
+
+    def run_backward(self, *_):
+        self.loss(self.batch).backward()
+
+
+def fit_with_backward_in_step(rank, place, accumulate, hook=None):
     trainer = make_trainer(place, use_distributed_sampler=False, accumulate_grad_batches=accumulate)
     own = Subset(samples(), range(rank, 32, place.world_size))
-    trainer.fit(LitInStep(), DataLoader(own, batch_size=8 // place.world_size))
+    module = LitInStep() if hook is None else LitInHook(hook)
+    trainer.fit(module, DataLoader(own, batch_size=8 // place.world_size))
     return weights(trainer)
 
 
@@ -132,6 +147,41 @@ def refuse_in_step(rank, place):
 )
 def test_backward_in_step_between_accumulated_batches_is_refused(place, conformance):
     conformance.ranks(refuse_in_step, place)
+
+
+KEEPING = "on_before_backward", "on_after_backward", "on_before_optimizer_step"
+DROPPING = "on_before_zero_grad", "on_train_batch_end"
+
+
+@pytest.mark.parametrize("hook", KEEPING)
+def test_backward_in_hook_of_microbatches_adds(hook, conformance):
+    for accumulate in (1, 2):
+        for found, expected in conformance.pairs(
+            fit_with_backward_in_step, Place(layout={M: 2}), accumulate, hook
+        ):
+            assert_weights(found, expected)
+
+
+@pytest.mark.parametrize("name", IN_STEP)
+@pytest.mark.parametrize("hook", DROPPING)
+def test_backward_in_hook_before_clearing_leaves_nothing(hook, name, conformance):
+    place = Place(world_size=2, layout=IN_STEP[name])
+    for found, expected in conformance.pairs(fit_with_backward_in_step, place, 1, hook):
+        assert_weights(found, expected)
+
+
+def refuse_in_hook(rank, place, accumulate, hook):
+    with pytest.raises(ValueError, match=r"calls backward\(\) itself"):
+        fit_with_backward_in_step(rank, place, accumulate, hook)
+
+
+@pytest.mark.parametrize("name", IN_STEP)
+@pytest.mark.parametrize(
+    "hook, accumulate", [*((hook, 1) for hook in KEEPING), ("on_train_batch_end", 2)]
+)
+def test_backward_in_hook_whose_gradients_stay_is_refused(hook, accumulate, name, conformance):
+    place = Place(world_size=2, layout=IN_STEP[name])
+    conformance.ranks(refuse_in_hook, place, accumulate, hook)
 
 
 def test_backward_in_step_of_single_process_accumulates(conformance):
