@@ -177,7 +177,7 @@ def refuse_in_hook(rank, place, accumulate, hook):
 
 @pytest.mark.parametrize("name", IN_STEP)
 @pytest.mark.parametrize(
-    "hook, accumulate", [*((hook, 1) for hook in KEEPING), ("on_train_batch_end", 2)]
+    ("hook", "accumulate"), [*((hook, 1) for hook in KEEPING), ("on_train_batch_end", 2)]
 )
 def test_backward_in_hook_whose_gradients_stay_is_refused(hook, accumulate, name, conformance):
     place = Place(world_size=2, layout=IN_STEP[name])
