@@ -33,6 +33,12 @@ with contextlib.suppress(AttributeError, OSError):  # other systems have no such
 runpy.run_path(str(Path(__file__).with_name("starts") / "sitecustomize.py"))
 
 
+@pytest.fixture(autouse=True)
+def no_tracking_store(monkeypatch):
+    """Hide the store of an earlier test: Lightning's MLflow logger sets it for the whole process."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+
+
 @pytest.fixture(scope="session")
 def pool():
     workers = Pool()

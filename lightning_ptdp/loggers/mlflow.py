@@ -105,7 +105,7 @@ class MLFlowLogger(Logger):
         experiment_name: str = "lightning-ptdp",
         run_name: str | None = None,
         save_dir: str = "runs",
-        tracking_uri: str | None = os.getenv("MLFLOW_TRACKING_URI"),
+        tracking_uri: str | None = os.getenv("MLFLOW_TRACKING_URI") or None,
         tags: dict[str, object] | None = None,
         prefix: str = "",
         artifact_location: str | None = None,
@@ -115,7 +115,7 @@ class MLFlowLogger(Logger):
     ) -> None:
         super().__init__()
         folder = Path(save_dir).absolute()
-        if not tracking_uri:
+        if tracking_uri is None:
             tracking_uri = sqlite_uri(folder / "mlflow.db")
             artifact_location = artifact_location or (folder / "artifacts").as_uri()
         self._save_dir = str(folder)

@@ -193,8 +193,8 @@ def test_dora_magnitudes_are_initialized_as_weight_norms(layout, parity, tmp_pat
 class Tuned(LitHuggingFace):
     """A model with another tuner of peft."""
 
-    def __init__(self, tuner, **options):
-        super().__init__(Run(model="llama"))
+    def __init__(self, run=Run(model="llama"), tuner="IA3Config", **options):  # noqa: B008
+        super().__init__(run)
         self.tuner, self.options = tuner, options
 
     def configure_model(self):
@@ -224,7 +224,7 @@ def test_step_that_disables_adapters_matches_single_process(layout, parity):
 
 def test_penalty_on_adapters_of_other_stages_is_refused_before_launch():
     strategy = PTDPStrategy(pipeline_parallel_size=2)
-    module = Tuned("AdaLoraConfig", total_step=9)
+    module = Tuned(tuner="AdaLoraConfig", total_step=9)
     with pytest.raises(ValueError, match=r"penalty on the adapters.*pipeline_parallel_size=1"):
         check_model(module, strategy.config, strategy.config.layout(2))
 
@@ -246,11 +246,11 @@ def test_loop_of_a_forward_of_peft_is_not_allowed():
             r"the adapter 'default' of 'model.base_model.model.*' is DoraLinear of peft",
         ),
         (
-            lambda: Tuned("IA3Config"),
+            Tuned,
             r"the adapter 'default' is IA3 of peft, which tensor_parallel_size > 1 cannot split",
         ),
         (
-            lambda: Tuned("PromptTuningConfig", num_virtual_tokens=2),
+            lambda: Tuned(tuner="PromptTuningConfig", num_virtual_tokens=2),
             r"the adapter 'default' is PROMPT_TUNING of peft, which tensor_parallel_size > 1 cannot",
         ),
     ],
