@@ -8,46 +8,30 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import MappingProxyType
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_ptdp.base.nested import Nested, iterate_tensors
+from lightning_ptdp.engine.loss_graph import (
+    BETWEEN_NUMBERS,
+    EXTREMES,
+    SCALED,
+    THROUGH,
+    compares_samples,
+    ends,
+    function_of,
+    is_curved,
+    is_extreme,
+    is_sum,
+    numbers,
+    summed_shape,
+)
 
 PAGE = 'docs/microbatches.md, "What a microbatch changes"'
-# Numbers by which torch's losses store their reduction.
-_MEAN = 1
-_SUM = 2
-_THROUGH = frozenset(
-    ("AddBackward0", "ToCopyBackward0", "AliasBackward0", "ViewBackward0", "SqueezeBackward0")
-)
-_SCALED = _THROUGH | {"DivBackward0", "MulBackward0", "MeanBackward0", "StackBackward0"}
-_BETWEEN_NUMBERS = _THROUGH | {"DivBackward0", "MulBackward0", "NegBackward0", "SubBackward0"}
-_ELEMENTWISE = _BETWEEN_NUMBERS | {
-    *("AbsBackward0", "ExpBackward0", "LogBackward0", "PowBackward0", "SoftplusBackward0")
-}
-_OF_PARAMETERS = _ELEMENTWISE | {
-    *("MmBackward0", "PermuteBackward0", "SliceBackward0", "TBackward0", "TransposeBackward0")
-}
-_EXTREMES = MappingProxyType(
-    {
-        **dict.fromkeys(("Max", "Amax"), "maximum"),
-        **dict.fromkeys(("Min", "Amin"), "minimum"),
-        "Median": "median",
-    }
-)
-_CURVED = frozenset(
-    (
-        *("Abs", "Clamp", "Exp", "Log", "Log10", "Log1P", "Log2", "Logsumexp", "LinalgVectorNorm"),
-        *("Pow", "Prod", "Reciprocal", "Relu", "Rsqrt", "Sigmoid", "Softplus", "Sqrt", "Std"),
-        *("Tanh", "Var"),
-    )
-)
-"""Functions whose mean over microbatches is not that of the batch."""
-_PARTS = frozenset(("Select", "Slice", "Split", "SplitWithSizes", "Unbind"))
+_MEAN = 1  # by which torch's losses store their reduction
 _DIVISORS = MappingProxyType(
     {
         "DivBackward0": "_saved_other",
@@ -70,27 +54,27 @@ def warn_of_loss(loss: Tensor, *, samples: int, replicas: bool, compares: bool =
         compares: Whether to look for a comparison of samples.
     """
     part, parts = ("replica", "replicas") if replicas else ("microbatch", "microbatches")
-    if any(_is_sum(node, samples) for node in _ends(loss.grad_fn, _THROUGH)):
+    if any(is_sum(node, samples) for node in ends(loss.grad_fn, THROUGH)):
         _warn_of_sum(part, parts)
-    for node in _ends(loss.grad_fn, _BETWEEN_NUMBERS):
-        if _is_extreme(node, samples):
+    for node in ends(loss.grad_fn, BETWEEN_NUMBERS):
+        if is_extreme(node, samples):
             warnings.warn(
-                f"the loss is the {_EXTREMES[_function(node)]} over one {part}, but {parts} are "
+                f"the loss is the {EXTREMES[function_of(node)]} over one {part}, but {parts} are "
                 "averaged, and one process computes it over the whole batch. Use "
                 f"{'one replica' if replicas else 'num_microbatches=1'} ({PAGE})",
                 stacklevel=2,
             )
             break
-    curve = next((node for node in _numbers(loss) if _is_curved(node, samples)), None)
+    curve = next((node for node in numbers(loss) if is_curved(node, samples)), None)
     if curve is not None:
         warnings.warn(
-            f"the loss contains '{_function(curve).lower()}' of a number that depends on all samples "
+            f"the loss contains '{function_of(curve).lower()}' of a number that depends on all samples "
             f"of one {part}, as Dice, RMSE and correlations do, but {parts} are averaged, and one "
             "process computes it over the whole batch. Compute it for each sample and return the "
             f"mean, or use {'one replica' if replicas else 'num_microbatches=1'} ({PAGE})",
             stacklevel=2,
         )
-    if compares and any(_compares_samples(node) for node in _ends(loss.grad_fn, _SCALED)):
+    if compares and any(compares_samples(node) for node in ends(loss.grad_fn, SCALED)):
         remedy = "Use num_microbatches=1 or a larger micro_batch_size"
         if replicas:
             remedy = "Compare with samples gathered from all replicas"
@@ -118,7 +102,7 @@ Sums = list[tuple[int, tuple[float, ...]]]
 def divided_sums(loss: Tensor, samples: int) -> Sums:
     """Return the sums in a loss that are divided by numbers."""
     return [
-        (_summed(node).numel(), tuple(1 / abs(factor) for factor in factors))
+        (summed_shape(node).numel(), tuple(1 / abs(factor) for factor in factors))
         for node, factors in _scaled_sums(loss.grad_fn, (), samples)
         if factors and all(factors)
     ]
@@ -160,7 +144,7 @@ def warn_of_slices(loss: Tensor, *, samples: int, tokens: int, alone: bool) -> N
             without factors.
     """
     for node, factors in _scaled_sums(loss.grad_fn, (), samples):
-        shape = _summed(node)
+        shape = summed_shape(node)
         is_slice = shape[:2] == (samples, tokens) or shape[:1] == (samples * tokens,)
         if not factors:
             is_slice = alone and (is_slice or shape[:1] != (samples,))
@@ -176,19 +160,13 @@ def warn_of_slices(loss: Tensor, *, samples: int, tokens: int, alone: bool) -> N
             return
 
 
-def _summed(node: Any) -> torch.Size:
-    """Return the shape of the tensor whose elements a sum adds."""
-    size = getattr(node, "_saved_self_sym_sizes", None)
-    return torch.Size(node._saved_self.shape if size is None else size)
-
-
 def _scaled_sums(
     node: Any, factors: tuple[float, ...], samples: int
 ) -> Iterator[tuple[Any, tuple[float, ...]]]:
     """Yield the sums in a loss, each with the numbers by which it is multiplied."""
     if node is None:
         return
-    if _is_sum(node, samples):
+    if is_sum(node, samples):
         yield node, factors
     name = node.name()
     before = [one for one, _ in node.next_functions]
@@ -201,7 +179,7 @@ def _scaled_sums(
             factor = 1 / factor if factor else 0.0
         factors += (factor,)
         before = before[:1]
-    elif name not in _THROUGH | {"NegBackward0", "SubBackward0"}:
+    elif name not in THROUGH | {"NegBackward0", "SubBackward0"}:
         return
     for one in before:
         yield from _scaled_sums(one, factors, samples)
@@ -215,9 +193,7 @@ def divisor_of(loss: Tensor, batch: Nested) -> Tensor | None:
     there is no such division.
     """
     nodes = [
-        node
-        for node in _ends(loss.grad_fn, _THROUGH | {"MeanBackward0"})
-        if node.name() in _DIVISORS
+        node for node in ends(loss.grad_fn, THROUGH | {"MeanBackward0"}) if node.name() in _DIVISORS
     ]
     if len(nodes) != 1:
         return None
@@ -262,7 +238,7 @@ def warn_of_counted(
             labels of whole samples.
         divides_samples: False if the losses of all slices are those of the whole batch.
     """
-    nodes = [node for node in _ends(loss.grad_fn, _THROUGH) if "NllLoss" in node.name()]
+    nodes = [node for node in ends(loss.grad_fn, THROUGH) if "NllLoss" in node.name()]
     if len(nodes) != 1 or nodes[0]._saved_reduction != _MEAN:
         return
     (node,) = nodes
@@ -317,123 +293,3 @@ def warn_of_divisors(divisors: Sequence[Tensor | None]) -> None:
             f"({PAGE})",
             stacklevel=2,
         )
-
-
-def _ends(node: Any, through: frozenset[str]) -> Iterator[Any]:
-    """Yield the last operations of the loss, skipping those that do not change its meaning."""
-    pending = [] if node is None else [node]
-    seen = set(pending)
-    while pending:
-        node = pending.pop()
-        if node.name() not in through:
-            yield node
-            continue
-        new = [one for one in reversed(_before(node)) if one not in seen]
-        seen.update(new)
-        pending += new
-
-
-def _is_sum(node: Any, samples: int) -> bool:
-    adds = node.name() == "SumBackward0" or getattr(node, "_saved_reduction", None) == _SUM
-    return bool(adds) and not _has_no_samples(node, _summed(node), samples)
-
-
-def _is_extreme(node: Any, samples: int) -> bool:
-    """Return True for one maximum, minimum or median of all elements."""
-    if _function(node) not in _EXTREMES:
-        return False
-    shape = _summed(node)
-    dims = getattr(node, "_saved_dim", None)
-    of_all = dims is None or len(shape) == 1 or (not isinstance(dims, int) and not dims)
-    return of_all and shape.numel() > 1 and not _has_no_samples(node, shape, samples)
-
-
-def _numbers(loss: Tensor) -> Iterator[Any]:
-    """Yield the operations of the loss on numbers, and those that reduce tensors to them."""
-    return _ancestors(loss.grad_fn, lambda node: [one for one in _before(node) if not _shape(one)])
-
-
-def _ancestors(node: Any, before: Callable[[Any], Iterable[Any]]) -> Iterator[Any]:
-    pending = [] if node is None else [node]
-    seen = set(pending)
-    while pending:
-        node = pending.pop()
-        yield node
-        new = {*before(node)} - seen
-        seen |= new
-        pending += new
-
-
-def _shape(node: Any) -> torch.Size:
-    """Return the shape of the first result of an operation."""
-    return torch.Size(node._input_metadata[0].shape)
-
-
-def _is_curved(node: Any, samples: int) -> bool:
-    """Return True if an operation is not linear in numbers of the samples."""
-    before = [one for one, _ in node.next_functions]
-    function = _function(node)
-    if function in ("Div", "Mul"):
-        # A constant factor has no entry, or None.
-        of_first = function == "Div" or uses_samples(before[0], samples)
-        return len(before) > 1 and of_first and uses_samples(before[1], samples)
-    return function in _CURVED and uses_samples(before[0], samples)
-
-
-def uses_samples(node: Any, samples: int) -> bool:
-    """Return True if an operation uses a tensor with the samples along dimension 0.
-
-    The samples in a loop over them are parts of it.
-    """
-
-    def before(one: Any) -> list[Any]:
-        is_part = _function(one) in _PARTS and one._saved_dim == 0
-        return [] if is_part else _before(one)
-
-    return any(
-        _shape(one)[:1] == (samples,)
-        and not all(_is_parameter(end) for end in _ends(one, _OF_PARAMETERS))
-        for one in _ancestors(node, before)
-    )
-
-
-def _is_parameter(node: Any) -> bool:
-    return isinstance(getattr(node, "variable", None), nn.Parameter)
-
-
-def _function(node: Any) -> str:
-    name: str = node.name()
-    return name.partition("Backward")[0]
-
-
-def _has_no_samples(node: Any, shape: torch.Size, samples: int) -> bool:
-    """Return True if a reduction of ``shape`` is of parameters, or of stacked numbers.
-
-    Numbers are those of terms of the loss, unless there are as many as samples.
-    """
-
-    def is_apart(node: Any) -> bool:
-        if node.name() == "StackBackward0":
-            return len(shape) == 1 and shape[0] != samples
-        return _is_parameter(node) and node.variable.shape == shape
-
-    return all(is_apart(end) for one in _before(node) for end in _ends(one, _ELEMENTWISE))
-
-
-def _before(node: Any) -> list[Any]:
-    return [one for one, _ in node.next_functions if one is not None]
-
-
-def _compares_samples(node: Any) -> bool:
-    """Return True for a cross-entropy over the samples themselves.
-
-    Each sample has one view, or two (as in NT-Xent, without the sample's own logit).
-    """
-    if node.name() != "NllLossBackward0" or node._saved_self.dim() != 2:
-        return False
-    target: Tensor = node._saved_target
-    rows, classes = node._saved_self.shape
-    samples = rows if classes == rows else rows // 2
-    if samples < 2 or classes not in (rows, rows - 1) or (classes < rows and rows % 2):
-        return False
-    return torch.equal(target, torch.arange(rows, device=target.device) % samples)

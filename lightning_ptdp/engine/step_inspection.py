@@ -18,12 +18,12 @@ from lightning_ptdp.base.errors import listed
 from lightning_ptdp.base.nested import Nested, batch_size, iterate_tensors
 from lightning_ptdp.base.torch_calls import CallMode, TorchCall, calling_line
 from lightning_ptdp.config import PTDPConfig
+from lightning_ptdp.engine.loss_graph import uses_samples
 from lightning_ptdp.engine.loss_inspection import (
     PAGE,
     Sums,
     divided_sums,
     divisor_of,
-    uses_samples,
     warn_of_constants,
     warn_of_counted,
     warn_of_divisors,
