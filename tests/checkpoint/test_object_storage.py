@@ -8,7 +8,6 @@ from pathlib import Path
 
 import lightning.pytorch as L
 import pytest
-import s3fs
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -129,6 +128,8 @@ def _train_model(rank, path, export):
 
 
 def test_ranks_fetch_a_model_once_per_node_and_export_it_together(pool, server, tmp_path):
+    from s3fs import S3FileSystem
+
     tiny = tmp_path / "tiny"
     make_tiny(tiny, num_hidden_layers=1, hidden_size=16, intermediate_size=16)
     model, export = f"{ROOT}/models/tiny", f"{ROOT}/exports/tuned"
@@ -142,7 +143,7 @@ def test_ranks_fetch_a_model_once_per_node_and_export_it_together(pool, server, 
     assert read == sorted(path.name for path in tiny.iterdir())
     for folder in (export, f"{export}-of-nodes"):
         copy = tmp_path / "copy" / Path(folder).name
-        s3fs.S3FileSystem().get(folder, str(copy), recursive=True)
+        S3FileSystem().get(folder, str(copy), recursive=True)
         exported = {f"model.{name}": value for name, value in read_huggingface(copy).items()}
         assert exported.keys() == trained.keys()
         assert all(torch.equal(value, trained[name]) for name, value in exported.items())

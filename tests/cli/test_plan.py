@@ -14,7 +14,6 @@ import torch
 import transformers
 import yaml
 from huggingface_hub.errors import LocalEntryNotFoundError
-from matplotlib.figure import Figure
 
 from lightning_ptdp import PTDPStrategy
 from lightning_ptdp.cli.config_files import resolve_config
@@ -130,6 +129,8 @@ def test_pictures_of_plan_and_what_if_are_written(ptdp, tmp_path):
 
 def test_picture_labels_do_not_overlap(tmp_path, monkeypatch):
     """Draw four batches of similar throughput on four world sizes, and both memory limits."""
+    from matplotlib.figure import Figure
+
     drawn = []
     saved = Figure.savefig
     monkeypatch.setattr(

@@ -17,7 +17,9 @@ WHOLE_PARTS = ("phi3", "olmo2", "nemotron", "mixtral", "qwen2_moe", "deepseek_v3
 
 
 def family_of(name):
-    return type(build(name)).__module__.split(".")[2]
+    """Return the family without its import, which takes seconds for all of them."""
+    others = {"deberta": "deberta_v2", "audio spectrogram": "audio_spectrogram_transformer"}
+    return others.get(name, name.partition(" ")[0])
 
 
 def plan_of(name):
@@ -34,7 +36,9 @@ OF_ROWS = [
 
 
 def test_every_family_is_tested():
-    assert {family_of(name) for name in OF_ROWS} == set(FAMILIES)
+    built = {name: type(build(name)).__module__.split(".")[2] for name in OF_ROWS}
+    assert built == {name: family_of(name) for name in OF_ROWS}
+    assert set(built.values()) == set(FAMILIES)
 
 
 @pytest.mark.parametrize("name", [*OF_ROWS, *WHOLE_PARTS, *ENCODER_DECODERS])
