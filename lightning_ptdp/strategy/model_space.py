@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -12,13 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_ptdp.checkpoint.data_files import assign
+from lightning_ptdp.checkpoint.local_rectangles import rectangles_of
 from lightning_ptdp.checkpoint.save_agreement import gather
 from lightning_ptdp.checkpoint.stored_tensor import as_bytes
 from lightning_ptdp.engine import Engine
 from lightning_ptdp.forward.surroundings import Context
 from lightning_ptdp.parallel_model import ParallelModel
 from lightning_ptdp.parameters.placement import Placement
-from lightning_ptdp.parameters.rectangle import Rectangle
 from lightning_ptdp.shims.lightning import LightningModule
 from lightning_ptdp.shims.quantization import quantized_parameters
 from lightning_ptdp.world.layout import ParallelLayout
@@ -113,24 +115,15 @@ class ModelSpace:
 
         Collective over the world; the model must fit into a rank's memory."""
         with self.waiting_in("gathering the whole model"):
-            # Tensors are pickled ten times slower than arrays, which lack bfloat16.
-            local_state = {
-                name: (
-                    np.asarray(as_bytes(tensor.cpu().resolve_conj().resolve_neg().contiguous())),
-                    tensor.dtype,
-                    placement,
-                )
-                for name, (tensor, placement) in self.tensors(to_write=True).items()
-            }
-            ranks = gather(local_state)
-        state: dict[str, Tensor] = {}
-        for rank_state in ranks:
-            for name, (data, dtype, placement) in rank_state.items():
-                tensor = torch.empty(placement.held_shape, dtype=dtype)
-                np.asarray(as_bytes(tensor))[:] = data
-                full = state.setdefault(name, torch.empty(placement.full_shape, dtype=tensor.dtype))
-                for offset, view in placement.held(tensor):
-                    full[Rectangle.at(offset, view.shape).slices] = view
+            own = assign(rectangles_of(self.tensors(to_write=True)), doing="gathering the model")
+            ranks = gather([(one.name, one.place, _to_bytes(one.values)) for one in own.rectangles])
+        state = {
+            name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in own.tensors.items()
+        }
+        for name, place, data in chain.from_iterable(ranks):
+            values = torch.empty(place.shape, dtype=state[name].dtype)
+            np.asarray(as_bytes(values))[:] = data
+            state[name][place.slices] = values
         aliases = self.part.aliases.items()
         return {**state, **{alias: state[name] for alias, name in aliases if name in state}}
 
@@ -188,6 +181,11 @@ class ModelSpace:
             and cut.module_stages.get(buffer.rpartition(".")[0], frozenset()) is None
         )
         return is_everywhere and mesh.group("pipeline").rank != self.layout.last_stage_rank
+
+
+def _to_bytes(values: Tensor) -> np.ndarray[Any, Any]:
+    """Return the memory of a tensor, in the type that is pickled fastest and has all dtypes."""
+    return np.asarray(as_bytes(values.cpu().resolve_conj().resolve_neg().contiguous()))
 
 
 def checked_tensor(name: str, value: object) -> Tensor:

@@ -1,6 +1,7 @@
 """Buffers of replicas: broadcast from rank 0 like in DDP, and saved by rank 0."""
 
 from pathlib import Path
+from unittest import mock
 
 import lightning.pytorch as L
 import pytest
@@ -9,6 +10,7 @@ from torch import nn
 
 from lightning_ptdp.checkpoint import read_full
 from lightning_ptdp.parameters.managed_parameter import UncutParameters
+from lightning_ptdp.strategy import model_space
 from tests.conformance.toys import (
     FEATURES,
     P2,
@@ -73,6 +75,23 @@ def test_buffers_match_ddp(accumulate, conformance):
     # gather_state_dict returns rank 0's buffers on all ranks.
     for ours, _ in pairs:
         assert_weights(ours["final"], pairs[0][1]["final"])
+
+
+def gathered(rank, place):
+    """Return the bytes that this rank sends to gather the model, and those of the model."""
+    trainer = make_trainer(place)
+    trainer.fit(LitStatistics(), loader(batch_size=4))
+    with mock.patch.object(model_space, "gather", wraps=model_space.gather) as gather:
+        state = trainer.strategy.gather_state_dict()
+    (sent,) = gather.call_args.args
+    return sum(data.nbytes for *_, data in sent), sum(value.nbytes for value in state.values())
+
+
+@pytest.mark.parametrize("layout", [{}, {"pipeline_parallel_size": 2, "num_microbatches": 2}])
+def test_one_replica_sends_each_value_of_gathered_model(layout, pool):
+    found = pool.run(gathered, world_size=4, args=(Place(world_size=4, layout=layout),))
+    sent, sizes = zip(*found, strict=True)
+    assert sum(sent) == sizes[0] == sizes[-1]
 
 
 @pytest.mark.parametrize("broadcast", [True, False])
