@@ -14,6 +14,7 @@ All parameters report their shapes in the uncut model::
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -101,6 +102,8 @@ class UncutView:
 
     def __init__(self, module: nn.Module, names: Mapping[nn.Parameter, str]) -> None:
         self._module = module
+        # An optimizer that was created before the cut still has these.
+        self._originals = {name: weakref.ref(parameter) for parameter, name in names.items()}
         self._twins = {name: _twin(parameter) for parameter, name in names.items()}
         self._holders: list[tuple[dict[str, nn.Parameter | None], str, str]] = []
         shells: dict[nn.Module, nn.Module] = {}
@@ -111,8 +114,11 @@ class UncutView:
     @contextlib.contextmanager
     def inserted(
         self, local: ManagedParameters, *, trained: Mapping[str, bool], device: torch.device
-    ) -> Iterator[dict[nn.Parameter, str]]:
-        """Make the module look uncut inside the context; yield the stand-ins and their names.
+    ) -> Iterator[tuple[dict[nn.Parameter, str], dict[nn.Parameter, nn.Parameter]]]:
+        """Make the module look uncut inside the context.
+
+        Yields the stand-ins with their names, and the successors of the parameters that the cut
+        has replaced.
 
         Args:
             local: The local parameters.
@@ -137,9 +143,11 @@ class UncutView:
             for name, twin in self._twins.items()
             if twin.shape != by_name[name].shape
         }
+        originals = ((reference(), by_name[name]) for name, reference in self._originals.items())
+        successors = {old: new for old, new in originals if old is not None and old is not new}
         try:
             with _FullShapes(views):
-                yield {parameter: name for name, parameter in absent.items()}
+                yield {parameter: name for name, parameter in absent.items()}, successors
         finally:
             for modules, key, module, _ in swapped:
                 modules[key] = module

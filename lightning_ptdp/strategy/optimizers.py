@@ -30,6 +30,20 @@ class OptimizerGroupsError(PTDPError, ValueError):
     """Error of ranks that have made different parameter groups."""
 
 
+def renew_parameters(optimizer: Optimizer, successors: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    """Give an optimizer that was created before fit, as LightningCLI does, this rank's parameters.
+
+    Args:
+        optimizer: The optimizer, changed in place.
+        successors: Parameters of the uncut model, with those that have replaced them.
+    """
+    for group in optimizer.param_groups:
+        group["params"][:] = [successors.get(old, old) for old in group["params"]]
+    for old, new in successors.items():
+        if old in optimizer.state:
+            optimizer.state[new] = optimizer.state.pop(old)
+
+
 def settle_groups(strategy: World, foreign: Mapping[nn.Parameter, str]) -> list[list[GroupTrial]]:
     """Remove parameters of other stages from the groups, and compare the groups of all ranks.
 

@@ -46,7 +46,7 @@ from lightning_ptdp.strategy.checks.module_content import (
 from lightning_ptdp.strategy.checks.trainer import check_trainer
 from lightning_ptdp.strategy.checks.trials import check_optimizer_state
 from lightning_ptdp.strategy.forward_contexts import make_surroundings
-from lightning_ptdp.strategy.optimizers import settle_groups
+from lightning_ptdp.strategy.optimizers import renew_parameters, settle_groups
 from lightning_ptdp.strategy.parameter_guard import ParameterGuard
 from lightning_ptdp.strategy.precision import convert, prepare_loss_scaling
 from lightning_ptdp.strategy.restoring import load_initial_weights, needs_initial_values
@@ -174,12 +174,14 @@ class SetupHooks(StepHooks):
         for managed in parameters.values():
             managed.is_undivided = False
         view = (
-            contextlib.nullcontext({})
+            contextlib.nullcontext(({}, {}))
             if parallel.uncut is None
             else self._uncut_view(parallel.uncut)
         )
-        with view as foreign:
+        with view as (foreign, successors):
             self._make_optimizers(trainer)
+        for optimizer in self.optimizers:
+            renew_parameters(optimizer, successors)
         # before the groups are checked, which does not name parameters
         parallel.check(frozen=self.layout.divides_model)
         with self.waiting_in("comparing the optimizer's parameter groups"):
@@ -200,7 +202,9 @@ class SetupHooks(StepHooks):
 
     def _uncut_view(
         self, view: UncutView
-    ) -> contextlib.AbstractContextManager[dict[nn.Parameter, str]]:
+    ) -> contextlib.AbstractContextManager[
+        tuple[dict[nn.Parameter, str], dict[nn.Parameter, nn.Parameter]]
+    ]:
         """Return a context in which the module looks uncut."""
         parameters = self.parallel.parameters
         pipeline = self.mesh.group("pipeline")
