@@ -51,10 +51,20 @@ def children(value: Nested) -> Iterable[tuple[Any, Nested]] | None:
     ]
 
 
+def has_batch_size(value: Nested) -> bool:
+    """Return True for a TensorDict or tensorclass, which is indexed like a tensor."""
+    return isinstance(getattr(value, "batch_size", None), torch.Size)
+
+
 def rebuilt(value: Nested, items: dict[Any, Nested]) -> Nested:
     """Return a container like ``value`` with other ``children``."""
     if type(value) is dict:
         return items
+    if has_batch_size(value):  # its constructor would make it empty
+        changed = value.clone(recurse=False)
+        for key, content in items.items():
+            changed.set(key, content)
+        return changed
     if isinstance(value, Mapping):
         first = [value.default_factory] if isinstance(value, defaultdict) else []
         return type(value)(*first, items)  # type: ignore[call-arg]

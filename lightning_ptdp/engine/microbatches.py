@@ -14,6 +14,7 @@ from lightning_ptdp.base.nested import (
     IMAGE_FIELDS,
     Nested,
     children,
+    has_batch_size,
     images_by_sample,
     iterate_tensors,
     rebuilt,
@@ -68,7 +69,7 @@ def split_batch(
 def _part(value: Nested, window: slice, samples: int) -> Nested:
     """Return the samples in ``window`` of a batch of ``samples``."""
     items = children(value)
-    if items is None:
+    if items is None or has_batch_size(value):
         return value[window] if _rows(value) == samples else value
     if (
         _is_list(value)
@@ -128,10 +129,10 @@ def merge_outputs(
         )
     if len({*map(type, outputs)}) > 1:
         return list(outputs)
-    if isinstance(first, Tensor):
+    if isinstance(first, Tensor) or has_batch_size(first):
         if first.dim() and all(o.size(0) == n for o, n in zip(outputs, sizes, strict=True)):
             return torch.cat(list(outputs))
-        if first.dim() == 0:
+        if isinstance(first, Tensor) and first.dim() == 0:
             return _weighted_mean(outputs, weights)
         return list(outputs)
     lengths = [len(output) for output in outputs] if _is_list(first) else []

@@ -1,6 +1,6 @@
 """Splitting of batches and merging of outputs."""
 
-from collections import defaultdict, namedtuple
+from collections import UserDict, defaultdict, namedtuple
 from dataclasses import InitVar, dataclass, field
 
 import numpy as np
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_ptdp.base.nested import batch_size, iterate_tensors
+from lightning_ptdp.base.nested import batch_size, iterate_tensors, map_tensors
 from lightning_ptdp.engine.microbatches import (
     merge_outputs,
     microbatch_sizes,
@@ -38,6 +38,27 @@ class Built:
         object.__setattr__(self, "lengths", self.tokens * scale)
 
 
+class Columns(UserDict):
+    """Like a TensorDict, loses the size of its batch if it is made of its items."""
+
+    def __init__(self, items, batch_size=()):
+        super().__init__(items)
+        self.batch_size = self.shape = torch.Size(batch_size)
+
+    def __getitem__(self, key):
+        if not isinstance(key, slice):
+            return super().__getitem__(key)
+        items = {name: value[key] for name, value in self.items()}
+        return Columns(items, [len(range(*key.indices(self.shape[0])))])
+
+    def clone(self, recurse):
+        assert not recurse
+        return Columns(self.data, self.batch_size)
+
+    def set(self, key, value):
+        self[key] = value
+
+
 @given(st.integers(1, 50), st.integers(1, 20))
 def test_microbatch_sizes_are_even_and_complete(samples, count):
     sizes = microbatch_sizes(samples, count)
@@ -60,6 +81,7 @@ def test_batch_without_samples_is_refused():
         Pair(torch.arange(7), torch.arange(7)),
         Labelled(torch.arange(7), "book"),
         defaultdict(list, x=torch.arange(7)),
+        Columns({"x": torch.arange(7)}, [7]),
         {
             "x": torch.arange(7),
             "scale": torch.tensor(2.0),
@@ -73,6 +95,8 @@ def test_microbatches_keep_type_and_sizes(batch):
     parts = split_batch(batch, sizes)
     assert [batch_size(part) for part in parts] == list(sizes)
     assert type(parts[0]) is type(batch)
+    if isinstance(batch, Columns):
+        assert [map_tensors(part, Tensor.clone).batch_size[0] for part in parts] == list(sizes)
 
 
 def test_lists_are_split_but_scalars_and_broadcasts_are_not():
