@@ -8,6 +8,7 @@ import lightning.pytorch as L
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.multiprocessing import ProcessRaisedException
 from torch.utils.data import DataLoader, Dataset
@@ -154,9 +155,11 @@ def launched(module, words):
         (Twice, "one step calls the repeated blocks more than once"),
     ],
 )
-@pytest.mark.parametrize("source", ["loader", "data module"])
+@pytest.mark.parametrize("source", ["loader", "combined loader", "data module"])
 def test_unsplittable_module_is_refused_before_launch(module, words, source):
     data = Data() if source == "data module" else DataLoader(Samples(), batch_size=4, num_workers=1)
+    if source == "combined loader":
+        data = CombinedLoader(data, "sequential")
     assert in_new_process(partial(refused, module, words, data, None)) == 0
 
 

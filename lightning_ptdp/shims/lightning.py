@@ -78,6 +78,7 @@ _NAMES: dict[str, str | tuple[str, ...]] = {
     "LightningModule": "{core}:LightningModule",
     "Callback": "{core}:Callback",
     "Trainer": "{core}:Trainer",
+    "CombinedLoader": "{core}.utilities:CombinedLoader",
     "DummyLogger": "{core}.loggers.logger:DummyLogger",
     "Writers": tuple(
         f"{{core}}.callbacks:{name}"

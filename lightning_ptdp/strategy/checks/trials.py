@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import logging
 import warnings
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import torch
@@ -56,7 +54,7 @@ def check_first_batch(
     Args:
         trainer: The Trainer of the fit.
         module: The uncut module.
-        source: The training data: a loader, a data module, or None for the module's own loader.
+        source: The training data: loaders, a data module, or None for the module's own loaders.
         config: The strategy's options.
         layout: The degrees of parallelism.
         known: Places of the modules, if a pipeline cuts the model.
@@ -64,7 +62,7 @@ def check_first_batch(
     Raises:
         ValueError: The batch cannot be split, or a stage fails although the whole model runs.
     """
-    if known is None or isinstance(source, Mapping):
+    if known is None:
         return
     num_parameters = sum(p.numel() for p in module.parameters())
     runs = known.plan.blocks is None and num_parameters <= _LARGEST
@@ -99,11 +97,13 @@ def _first_batch(trainer: Trainer, module: LightningModule, source: Any) -> Nest
             source.setup("fit")
         source = source.train_dataloader()
     module.setup("fit")
-    if isinstance(source, DataLoader):
-        source = copy.copy(source)
-        source.num_workers = 0
-        source.pin_memory = False
-    return next(islice(source, 1))
+    combined = trainer.strategy._names.CombinedLoader
+    loaders = source if isinstance(source, combined) else combined(source)
+    for loader in loaders.flattened:
+        if isinstance(loader, DataLoader):
+            loader.num_workers = 0
+            loader.pin_memory = False
+    return next(iter(loaders))[0]
 
 
 def _step_of(module: LightningModule, batch: Nested) -> Callable[[], object]:
