@@ -66,6 +66,7 @@ class LitDrawing(L.LightningModule):
         for block in self.blocks:
             # random numbers between blocks
             y = block(y, 0.5 + random.random() + float(torch.rand(())) + abs(np.random.normal()))
+        y = self.drop(y.flatten(0, 1)).view_as(y)
         y = self.head(y) * scale + 0.1 * torch.rand(len(x), 1, 1)
         return F.mse_loss(y, noise)
 

@@ -239,6 +239,7 @@ class ContextParallel(Surrounding):
             padding=_given(local, "attention_mask"),
             known=None if known is None else known_mask(pos_ids.device),
             samples=max(tensor.size(0) for tensor in iterate_tensors(local) if tensor.dim()),
+            sizes=self._sizes,
             attention=SlicedAttention(
                 distributed=ATTENTIONS[self.attention](self.group),
                 length=length,

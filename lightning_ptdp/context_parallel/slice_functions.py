@@ -19,7 +19,7 @@ token are those of one process.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lightning_ptdp.attention import (
@@ -37,7 +37,7 @@ from lightning_ptdp.attention import (
     shard_sequence,
     unshard_sequence,
 )
-from lightning_ptdp.base.nested import map_tensors
+from lightning_ptdp.base.nested import iterate_tensors, map_tensors
 from lightning_ptdp.base.torch_calls import Replacing, TorchCall
 from lightning_ptdp.forward.token_mixing import has_tokens
 from lightning_ptdp.tensor_parallel.collectives import total
@@ -60,9 +60,12 @@ _FILLS = (
 _DRAWS: tuple[_Function, ...] = (
     torch.bernoulli,
     Tensor.bernoulli,
-    torch.normal,
+    torch.dropout,
+    torch.multinomial,
+    Tensor.multinomial,
     torch.randint_like,
     F.alpha_dropout,
+    F.dropout1d,
     F.gumbel_softmax,
 )
 
@@ -77,6 +80,7 @@ class SliceFunctions:
         length: s, tokens of the full sequence.
         shifts: Error about shifted tokens or labels, if the step has shifted any; else None.
         samples: Number of samples of the batch.
+        sizes: Sizes of features. Rows of which there are as many are not those of tokens.
         shares_stream: Returns True while all ranks of the group draw from one stream of random
             numbers.
     """
@@ -85,6 +89,7 @@ class SliceFunctions:
     group: Group
     length: int
     samples: int = 1
+    sizes: Collection[int] = ()
     shifts: ContextParallelError | None = None
     shares_stream: Callable[[], bool] = bool
 
@@ -98,6 +103,9 @@ class SliceFunctions:
                 torch.rand_like: partial(self._like, Tensor.uniform_),
                 torch.randn_like: partial(self._like, Tensor.normal_),
                 torch.randint: self._integers,
+                torch.normal: self._normal,
+                nn.init.normal_: partial(self._initialize, Tensor.normal_),
+                nn.init.uniform_: partial(self._initialize, Tensor.uniform_),
                 **{draw: partial(self._draw, draw) for draw in _DRAWS},
                 F.dropout: self._dropout,
                 **{reduce: partial(self._reduce, reduce) for reduce in _REDUCTIONS},
@@ -264,29 +272,46 @@ class SliceFunctions:
 
     # ---- random numbers --------------------------------------------------------------------------
 
+    def _has_rows(self, x: Tensor) -> bool:
+        """Return True if ``x`` has a row for each of this rank's tokens, (b s/c, ...)."""
+        tokens = self.length // self.group.size
+        rows = self.samples * tokens
+        return x.dim() > 0 and x.size(0) == rows and tokens > 1 and rows not in self.sizes
+
     def _draws_slice(self, x: Tensor) -> bool:
-        return self.shares_stream() and self._has_slice(x)
+        return self.shares_stream() and (self._has_rows(x) or self._has_slice(x))
 
     def _fill(self, fill: _Function, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not self._draws_slice(x):
             return fill(x, *args, **kwargs)
-        full = x.new_empty((x.size(0), self.length, *x.shape[2:]))
         with torch.no_grad():
+            full = torch.empty_like(self._full(x))
             drawn = fill(full, *map(self._full, args), **map_tensors(kwargs, self._full))
-            return x.copy_(shard_sequence(drawn, 1, rank=self.group.rank, size=self.group.size))
+            return x.copy_(self._own(drawn, rows=self._has_rows(x)))
 
     def _draw(self, function: _Function, *args: Any, **kwargs: Any) -> Tensor:
         """Return the numbers of this rank's tokens; they depend on no other token's arguments."""
-        if not any(isinstance(x, Tensor) and self._draws_slice(x) for x in args):
+        slices = [x for x in iterate_tensors((args, kwargs)) if self._draws_slice(x)]
+        if not slices:
             return function(*args, **kwargs)
         drawn = function(*map(self._full, args), **map_tensors(kwargs, self._full))
-        return shard_sequence(drawn, 1, rank=self.group.rank, size=self.group.size)
+        return self._own(drawn, rows=self._has_rows(slices[0]))
 
     def _full(self, x: Any) -> Any:
         """Return a tensor of the full sequence with this rank's values, or ``x`` if it is no slice."""
-        if not isinstance(x, Tensor) or not self._has_slice(x):
+        if not isinstance(x, Tensor) or not self._draws_slice(x):
             return x
-        return unshard_sequence([x] * self.group.size, 1)
+        rows = self._has_rows(x)
+        own = x.reshape(self.samples, -1, *x.shape[1:]) if rows else x
+        full = unshard_sequence([own] * self.group.size, 1)
+        return full.flatten(0, 1) if rows else full
+
+    def _own(self, drawn: Tensor, *, rows: bool) -> Tensor:
+        """Return this rank's part of numbers of the full sequence, (b, s, ...) or (b s, ...)."""
+        if rows:
+            drawn = drawn.reshape(self.samples, self.length, *drawn.shape[1:])
+        own = shard_sequence(drawn, 1, rank=self.group.rank, size=self.group.size)
+        return own.flatten(0, 1) if rows else own
 
     def _new(self, fill: _Function, *size: Any, **kwargs: Any) -> Tensor:
         return self._filled(fill, partial(torch.empty, *size), kwargs)
@@ -302,8 +327,19 @@ class SliceFunctions:
         options = {"dtype": torch.int64, **kwargs}
         return self._filled(Tensor.random_, partial(torch.empty, size), options, low, high)
 
+    def _normal(self, mean: Any = 0.0, std: Any = 1.0, size: Any = None, **options: Any) -> Tensor:
+        if size is None:
+            return self._draw(torch.normal, mean, std, **options)
+        return self._filled(Tensor.normal_, partial(torch.empty, size), options, mean, std)
+
+    def _initialize(
+        self, fill: _Function, tensor: Tensor, *, generator: Any = None, **limits: float
+    ) -> Tensor:
+        """Fill a tensor as ``torch.nn.init`` does, which passes all arguments by name."""
+        return self._fill(fill, tensor, *limits.values(), generator=generator)
+
     def _filled(
-        self, fill: _Function, make: _Function, options: dict[str, Any], *limits: int
+        self, fill: _Function, make: _Function, options: dict[str, Any], *limits: float
     ) -> Tensor:
         """Make a tensor with the options of a function like ``torch.rand``, and fill it."""
         generator = options.pop("generator", None)

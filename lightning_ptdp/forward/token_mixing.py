@@ -273,6 +273,8 @@ class TokenMixing(CallMode):
             return isinstance(second, Sequence) and any(second[2:4])
         if name == "__getitem__" and self._is_hidden(x):
             return _selects_tokens(second)
+        if name == "multinomial":
+            return self._has_tokens(x)
         if name in ATTENTION:
             return x.size(ATTENTION[name]) == self.tokens
         return name in _RECURRENT and self.tokens in x.shape

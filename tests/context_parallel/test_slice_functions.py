@@ -60,6 +60,15 @@ def test_drawn_tensor_may_require_gradient(draw):
         lambda x: torch.randint_like(x, 9),
         lambda x: torch.nn.functional.gumbel_softmax(torch.stack([x, 1 - x], -1)),
         torch.nn.AlphaDropout(),
+        lambda x: torch.normal(mean=x, std=1.0),
+        lambda x: torch.normal(1.0, 2.0, x.shape),
+        lambda x: torch.nn.init.normal_(torch.empty_like(x), 1.0, 2.0),
+        lambda x: torch.nn.init.uniform_(torch.empty_like(x), a=1.0, b=2.0),
+        lambda x: torch.dropout(x, p=0.5, train=True),
+        lambda x: torch.nn.Dropout1d()(x.unsqueeze(-1)),
+        lambda x: torch.distributions.Categorical(torch.stack([x, 1 - x], -1)).sample(),
+        lambda x: torch.rand_like(x.flatten()).view_as(x),
+        lambda x: torch.nn.functional.dropout(x.flatten().unsqueeze(-1)).view_as(x),
     ],
 )
 def test_numbers_of_tokens_are_those_of_full_sequence(draw):
@@ -71,6 +80,7 @@ def test_numbers_of_tokens_are_those_of_full_sequence(draw):
             attention=None,
             group=Group(ranks=(0, 1), rank=rank),
             length=16,
+            samples=2,
             shares_stream=lambda: True,
         )
         own = shard_sequence(chances, 1, rank=rank, size=2)
