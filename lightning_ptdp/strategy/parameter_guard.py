@@ -44,6 +44,7 @@ from lightning_ptdp.strategy.user_frames import (
     is_allowed_loop,
     is_saved,
     names_in,
+    names_in_function,
     refusing_world_collectives,
     running_module,
 )
@@ -157,9 +158,7 @@ class ParameterGuard:
 
     def _warn_of_world_size(self) -> None:
         """Warn of a step that may scale its loss by the number of all ranks."""
-        step = inspect.unwrap(getattr(self.module, str(self.hook), None) or len)
-        code = getattr(step, "__code__", None)
-        if code is not None and "world_size" in names_in(code):
+        if "world_size" in names_in_function(getattr(self.module, str(self.hook), None)):
             warnings.warn(
                 f"{self.hook} reads world_size, which counts all ranks of each replica "
                 f"({self.options}). To scale a loss or a count by the number of replicas, use "

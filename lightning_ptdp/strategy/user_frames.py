@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any
@@ -74,6 +75,12 @@ def names_in(code: CodeType) -> set[str]:
     """Return the names of globals and attributes in a function and the functions inside it."""
     inner = (names_in(one) for one in code.co_consts if isinstance(one, CodeType))
     return set(code.co_names).union(*inner)
+
+
+def names_in_function(function: object) -> set[str]:
+    """Return ``names_in`` the code of a function or method; none if it has no Python code."""
+    code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+    return set() if code is None else names_in(code)
 
 
 # ---- Collectives of torch.distributed over all processes ---------------------------------------

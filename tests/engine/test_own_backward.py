@@ -4,10 +4,12 @@ import lightning.pytorch as L
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_ptdp.strategy import PTDPStrategy
+from tests.errors import raises_with
 from tests.parity import make_trainer
 
 
@@ -70,3 +72,13 @@ def test_gradients_of_earlier_microbatches_are_kept(kind, pool):
         layout = {"num_microbatches": 2, "shard": shard}
         replicas = pool.run(_trained, world_size=2, args=(kind, layout, 2))
         torch.testing.assert_close(replicas[0], expected)
+
+
+@pytest.mark.parametrize("layout", [{"num_microbatches": 2}, {"shard": "optimizer"}])
+def test_clearing_between_accumulated_batches_is_refused(layout):
+    trainer = make_trainer(PTDPStrategy(**layout), 2, accumulate_grad_batches=2)
+    data = DataLoader(TensorDataset(torch.randn(8, 4), torch.zeros(8).long()), batch_size=4)
+    with raises_with(
+        ["calls zero_grad", "accumulate_grad_batches=2", "Remove"], MisconfigurationException
+    ):
+        trainer.fit(LitClearing(), data)

@@ -27,6 +27,7 @@ from lightning_ptdp.shims.lightning import (
 from lightning_ptdp.shims.torch_distributed import has_symmetric_products
 from lightning_ptdp.strategy.checkpoint_hooks import CheckpointHooks
 from lightning_ptdp.strategy.model_space import checked_tensor
+from lightning_ptdp.strategy.user_frames import names_in_function
 from lightning_ptdp.world.axes import nearest_divisors
 
 
@@ -153,6 +154,20 @@ def _check_steps(strategy: CheckpointHooks, trainer: Trainer) -> Iterator[str]:
                 "them into microbatches or along the sequence. Use the signature (batch, "
                 "batch_idx), or num_microbatches=1 without a pipeline and context parallelism"
             )
+    batches = trainer.accumulate_grad_batches
+    kept = runs_backward or _steps_on_copies(strategy, trainer)
+    if (
+        batches > 1
+        and fits(trainer)
+        and module.automatic_optimization
+        and kept
+        and "zero_grad" in names_in_function(module.training_step)
+    ):
+        yield (
+            "training_step calls zero_grad, which would drop the gradients of earlier batches with "
+            f"accumulate_grad_batches={batches}, but the strategy keeps them. Remove the call, "
+            "because Lightning clears gradients, or use accumulate_grad_batches=1"
+        )
     if logs_graph(trainer) and strategy.layout.divides_model and fits(trainer):
         yield (
             "log_graph=True makes the logger trace the whole model, which no rank has under "
