@@ -30,7 +30,7 @@ from lightning_ptdp.engine.loss_inspection import (
     warn_of_loss,
     warn_of_slices,
 )
-from lightning_ptdp.engine.step_state import Owner, StepState
+from lightning_ptdp.engine.step_state import Owner, StepState, counting_modules
 from lightning_ptdp.forward.surroundings import BatchPart
 from lightning_ptdp.forward.token_mixing import ORDERING
 from lightning_ptdp.shims.lightning import LightningModule
@@ -99,7 +99,9 @@ class FirstBatchInspection:
             for name, value in _tensors(self.module)
             if not value.is_inference() and (is_last or "." in name)
         }
-        state = StepState([owner for owner in self.owners if is_last and not owner.name])
+        watched = [owner for owner in self.owners if not owner.name]
+        watched += counting_modules(self.module, self.owners)
+        state = StepState(watched if is_last else ())
         epochs = self._scheduler_epochs()
 
         def warn_of_writes() -> None:
@@ -139,6 +141,7 @@ class FirstBatchInspection:
             tensors = iterate_tensors(change.value)
             if (
                 change.how == "set"
+                and not change.path[0]
                 and len(change.path) == 2
                 and any(tensor.grad_fn is None for tensor in tensors)
             ):
@@ -363,8 +366,11 @@ class _Reductions(CallMode):
         return pairs and _root(x) is _root(y) and rows in self._compared
 
     def _differentiates(self, call: TorchCall) -> bool:
-        """Return True for gradients of parameters that samples share, and the loss may use."""
-        if call.name != "grad" or not call.argument(4, "create_graph", False):
+        """Return True for gradients of parameters that samples share, and the loss may use.
+
+        Adaptive weights of losses and first-order meta-learning use them without a graph.
+        """
+        if call.name != "grad":
             return False
         nodes = [x.grad_fn for x in iterate_tensors(call.argument(0, "outputs", ()))]
         return any(uses_samples(node, self._samples) for node in nodes) and any(

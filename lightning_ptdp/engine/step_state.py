@@ -119,6 +119,16 @@ def find_owners(module: nn.Module) -> list[Owner]:
     ]
 
 
+def counting_modules(module: nn.Module, owners: Sequence[Owner]) -> list[Owner]:
+    """Return the user's modules inside of ``module`` that are none of ``owners``."""
+    names = {owner.name for owner in owners}
+    return [
+        Owner(name, child, _attributes_of(nn.Module))
+        for name, child in module.named_modules()
+        if name not in names and not _is_of_a_library(type(child))
+    ]
+
+
 @cache
 def _attributes_of(kind: type) -> frozenset[str]:
     return frozenset(vars(kind()))
@@ -180,11 +190,14 @@ class StepState:
         return search.found
 
     def before(self, path: Path) -> Any:
-        """Return the earlier value at a path; None if there was none."""
-        owner, *keys = path
-        items: Any = next(seen for one, seen in self._seen if one.name == owner)
+        """Return the earlier value at a path, or that of the owner's class; None if there was none."""
+        name, *keys = path
+        items: Any
+        owner, items = next(pair for pair in self._seen if pair[0].name == name)
+        if keys[0] not in items:
+            return getattr(type(owner.module), keys[0], None)
         for key in keys[:-1]:
-            items = items[key].items
+            items = items[key].items or {}
         return items[keys[-1]].value if keys[-1] in items else None
 
     def restore(self) -> None:

@@ -431,6 +431,36 @@ class LitCounter(LitPlain):
         return super().loss(prediction / self.state.step, y)
 
 
+class Temperature(nn.Module):
+    """Counts its calls, and keeps its last output for a plot."""
+
+    steps = 0
+
+    def forward(self, x):
+        self.steps += 1
+        self.last = x.detach()
+        return x / self.steps
+
+
+class LitCountingPart(LitPlain):
+    def __init__(self):
+        super().__init__()
+        self.temperature = Temperature()
+
+    def loss(self, prediction, y):
+        return super().loss(self.temperature(prediction), y)
+
+
+class LitAdaptive(LitPlain):
+    """Weighs a loss by gradients of the last layer, as VQGAN does."""
+
+    def loss(self, prediction, y):
+        losses = F.mse_loss(prediction, y), prediction.square().mean()
+        last = self.net[3].weight
+        first, second = (torch.autograd.grad(one, last, retain_graph=True)[0] for one in losses)
+        return losses[0] + (first.norm() / second.norm()).detach() * losses[1]
+
+
 class LitAuxiliary(LitPlain):
     """A part of the loss that is handed on by an attribute, and numbers for a log."""
 
@@ -478,6 +508,8 @@ CASES = {
     LitOverlap: "the loss contains 'div' of a number",
     LitNorm: "the loss contains 'linalgvectornorm' of a number",
     LitCounter: "training_step writes self.state['step'], but",
+    LitCountingPart: "training_step writes self.temperature.steps, but",
+    LitAdaptive: "test_step_inspection.py, line",
     LitMeans: None,
     LitNormalized: "test_step_inspection.py, line",
     LitHardest: "test_step_inspection.py, line",
