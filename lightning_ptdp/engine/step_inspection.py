@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_ptdp.base.errors import listed
@@ -47,9 +48,12 @@ _NAMES = (
 )
 _REDUCING = frozenset(_NAMES.split())
 """Functions that reduce dimensions."""
+_SPREADS = frozenset(("std", "std_mean", "var", "var_mean"))
+"""Functions that depend on all samples in another way than by a sum."""
 _DISTANCES = frozenset(("cdist", "pdist"))
-_PAIRING = _DISTANCES | {"__matmul__", "cosine_similarity", "matmul", "mm"}
-"""Functions that may compare all pairs of samples."""
+_ROWS = frozenset(("__sub__", "cosine_similarity", "sub"))
+_PAIRING = _DISTANCES | _ROWS | {"__matmul__", "corrcoef", "cov", "einsum", "matmul", "mm"}
+"""Functions that may compare all pairs of samples, or of features over all samples."""
 _SHOWN = 3
 
 
@@ -333,6 +337,8 @@ class _Reductions(CallMode):
             return False
         dims = call.dims()
         x = call.first
+        if call.name in _SPREADS and not dims and isinstance(x, Tensor) and x.dim():
+            return len(x) == self._samples > 1 and not self._is_own(x)
         if 0 not in dims or self._is_own(x) or x in self._stacks:
             return False
         if len(dims) < x.dim():
@@ -340,9 +346,10 @@ class _Reductions(CallMode):
         return call.name in ORDERING and x.requires_grad and len(x) % self._samples == 0
 
     def _compares(self, call: TorchCall) -> bool:
-        """Return True for distances, products or cosines between the rows of samples.
+        """Return True for distances, products, differences or cosines between the rows of samples.
 
-        Products and cosines are those of one or two views of the samples with themselves.
+        All but distances are those of one or two views of the samples with themselves, or of two
+        functions of the samples, or products of features with a sum over the samples.
         """
         if call.name not in _PAIRING:
             return False
@@ -351,19 +358,31 @@ class _Reductions(CallMode):
             return False
         if call.name in _DISTANCES:
             return all(x.dim() == 2 and len(x) == self._samples for x in tensors)
+        if call.name in ("corrcoef", "cov"):
+            return tensors[0].size(-1) == self._samples
         if len(tensors) != 2 or not tensors[0].requires_grad:
             return False
         x, y = tensors
-        if call.name == "cosine_similarity":
+        if call.name in _ROWS:
             # Rows (n, 1, h) with (1, n, h), unlike one row of each sample with its others.
-            pairs = x.dim() == y.dim() == 3 and {x.shape[:2], y.shape[:2]} == {
-                (x.shape[:2].numel(), 1),
-                (1, x.shape[:2].numel()),
-            }
+            both = torch.broadcast_shapes(x.shape, y.shape) if _root(x) is _root(y) else x.shape
+            rows = {*both[:1]} if max(x.numel(), y.numel()) < both.numel() else set()
+            firsts = [len(one) if one.dim() == len(both) else 1 for one in (x, y)]
+            pairs = both[:1] == both[1:2] and 1 in firsts
+        elif call.name == "einsum":
+            rows = {len(x)}
+            pairs = len(x) == len(y) and _crosses_rows(call.first)
         else:
+            rows = {*x.shape}
             pairs = x.dim() == 2 and y.shape == x.shape[::-1]
-        rows = x.shape[:-1].numel()
-        return pairs and _root(x) is _root(y) and rows in self._compared
+        return pairs and not rows.isdisjoint(self._compared) and self._are_views(x, y)
+
+    def _are_views(self, x: Tensor, y: Tensor) -> bool:
+        """Return True for views of the same tensor, or if both depend on the samples."""
+        nodes = (x.grad_fn, y.grad_fn)
+        return _root(x) is _root(y) or all(
+            node is not None and uses_samples(node, self._samples) for node in nodes
+        )
 
     def _differentiates(self, call: TorchCall) -> bool:
         """Return True for gradients of parameters that samples share, and the loss may use.
@@ -394,6 +413,13 @@ class _Reductions(CallMode):
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_parameters()
     yield from module.named_buffers()
+
+
+def _crosses_rows(equation: str) -> bool:
+    """Return True if ``einsum`` of two tensors pairs their rows, or sums products over the rows."""
+    inputs, _, result = equation.replace(" ", "").partition("->")
+    one, _, other = inputs.partition(",")
+    return bool(result) and (one[:1] != other[:1] or one[:1] not in result)
 
 
 def _root(x: Tensor) -> Tensor:

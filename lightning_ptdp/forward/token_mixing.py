@@ -62,10 +62,13 @@ _AVERAGED = frozenset(
 ORDERING = frozenset(
     (
         "argsort",
+        "cummax",
+        "cummin",
         "cumprod",
         "cumsum",
         "kthvalue",
         "log_softmax",
+        "logcumsumexp",
         "quantile",
         "softmax",
         "sort",
@@ -240,7 +243,20 @@ class TokenMixing(CallMode):
         is_second = x.size(2) == n and (x.dim() == 4 or x.size(1) in self._sizes)
         return 2 if is_second else None
 
+    def _depends_on_slice(self, call: TorchCall) -> bool:
+        """Return True for functions of all tokens whose result has no dimension of tokens."""
+        x = call.first
+        if call.name == "multinomial":
+            return self._has_tokens(x)
+        if call.name == "ctc_loss":
+            return self.tokens in x.shape
+        # The loss is that of the slice, and so are gradients of what all tokens share.
+        inputs = call.argument(1, "inputs", ()) if call.name == "grad" else ()
+        return any(isinstance(one, nn.Parameter) for one in iterate_tensors(inputs))
+
     def _mixes(self, call: TorchCall) -> bool:
+        if self._depends_on_slice(call):
+            return True
         name = call.name
         x = call.first
         if name in _JOINS:
@@ -273,8 +289,6 @@ class TokenMixing(CallMode):
             return isinstance(second, Sequence) and any(second[2:4])
         if name == "__getitem__" and self._is_hidden(x):
             return _selects_tokens(second)
-        if name == "multinomial":
-            return self._has_tokens(x)
         if name in ATTENTION:
             return x.size(ATTENTION[name]) == self.tokens
         return name in _RECURRENT and self.tokens in x.shape

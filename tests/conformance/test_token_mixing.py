@@ -312,6 +312,12 @@ CALLS = {
     "pairs": lambda x: x.reshape(3, LENGTH // 2, 2 * WIDTH),
     "row of a sample": lambda x: x.requires_grad_()[0].mean(0),
     "ids": lambda x: (x[..., 0] > 0).any(1),
+    "ctc": lambda x: F.ctc_loss(
+        x.transpose(0, 1).log_softmax(-1), torch.ones(3, 2).long(), (LENGTH,) * 3, (2,) * 3
+    ),
+    "gradient of a weight": lambda x: torch.autograd.grad(
+        (x @ (w := nn.Parameter(torch.ones(WIDTH)))).mean(), w
+    ),
     "drawn tokens": lambda x: torch.multinomial(x[..., 0], 2),
     "place of the last id": lambda x: x[..., 0].long().argmax(1),
     "attention": lambda x: F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None]),
@@ -322,6 +328,9 @@ TOKENWISE = {
     "loss": lambda x: (x.sum(), x.mean(), x.square().mean((0, 1, 2))),
     "products": lambda x: (F.linear(x, x.new_ones(3, WIDTH)), x @ x.new_ones(WIDTH, 4)),
     "features": lambda x: torch.cat((x, x[..., :4]), -1)[:, :, 1:],
+    "gradient of tokens": lambda x: torch.autograd.grad(
+        (y := x.detach().requires_grad_()).square().sum(), y
+    ),
     "drawn classes": lambda x: torch.multinomial(x.flatten(0, 1), 1),
     "kernel of one": lambda x: F.conv1d(x.transpose(1, 2), x.new_ones(4, WIDTH, 1)),
     "positions": lambda x: (x[..., 0] > 0).long().cumsum(1),

@@ -159,6 +159,63 @@ class LitCosines(LitPlain):
         return super().loss(prediction, y) + cosines.logsumexp(1).mean()
 
 
+class LitRanks(LitPlain):
+    """Differences of all pairs of scores, as pairwise ranking computes them."""
+
+    def loss(self, prediction, y):
+        scores = prediction[:, 0]
+        return super().loss(prediction, y) - F.logsigmoid(scores[:, None] - scores).mean()
+
+
+class LitEinsum(LitPlain):
+    def loss(self, prediction, y):
+        return (
+            super().loss(prediction, y) + torch.einsum("ih,jh->ij", prediction, prediction).mean()
+        )
+
+
+class LitTowers(LitPlain):
+    """Similarities of two functions of the samples with a loss for each pair, as in SigLIP."""
+
+    def loss(self, prediction, y):
+        logits = prediction @ self.net(y).T
+        return -F.logsigmoid((2 * torch.eye(len(y)) - 1) * logits).mean()
+
+
+class LitCovariance(LitPlain):
+    def loss(self, prediction, y):
+        return (
+            super().loss(prediction, y) + (prediction[:, :3].T @ prediction[:, :3]).square().mean()
+        )
+
+
+class LitWhitens(LitPlain):
+    """Advantages with the mean and the deviation of the batch, as in PPO."""
+
+    def loss(self, prediction, y):
+        advantages = (y[:, 0] - y[:, 0].mean()) / y[:, 0].std()
+        return -(prediction[:, 0] * advantages).mean()
+
+
+class LitSurvival(LitPlain):
+    """The partial likelihood of Cox, over samples in the order of their times."""
+
+    def loss(self, prediction, y):
+        risks = prediction[:, 0][y[:, 0].argsort()]
+        return -(risks - risks.logcumsumexp(0)).mean()
+
+
+class LitFeatures(LitPlain):
+    """Differences and products that are those of one sample, and the spread of its features."""
+
+    def loss(self, prediction, y):
+        pairs = (prediction[:, :, None] - prediction[:, None]).mean()
+        products = torch.einsum("bi,bj->bij", prediction, prediction).mean()
+        scaled = prediction / prediction.std(1, keepdim=True)
+        own = (self.net[0].weight @ self.net[1].weight.T).mean() + self.net[0].weight.std()
+        return super().loss(scaled, y) + 0.1 * (pairs + products + own)
+
+
 class LitAnchors(LitPlain):
     """Compares one row of each sample with others of the same sample, and rows of a weight."""
 
@@ -518,6 +575,13 @@ CASES = {
     LitDistances: "test_step_inspection.py, line",
     LitProducts: "test_step_inspection.py, line",
     LitCosines: "test_step_inspection.py, line",
+    LitRanks: "test_step_inspection.py, line",
+    LitEinsum: "test_step_inspection.py, line",
+    LitTowers: "test_step_inspection.py, line",
+    LitCovariance: "test_step_inspection.py, line",
+    LitWhitens: "test_step_inspection.py, line",
+    LitSurvival: "test_step_inspection.py, line",
+    LitFeatures: None,
     LitPairs: None,
     LitAnchors: None,
     LitDivergence: None,
