@@ -33,6 +33,7 @@ from lightning_ptdp.shims.peft import set_magnitudes
 from lightning_ptdp.shims.quantization import quantized_parameters
 from lightning_ptdp.strategy.exporting import export_model
 from lightning_ptdp.strategy.model_space import Checkpoint, GroupNames, ModelSpace, PathLike
+from lightning_ptdp.strategy.precision import replacing
 from lightning_ptdp.strategy.restoring import (
     check_trained,
     fill_from_state,
@@ -264,6 +265,8 @@ class CheckpointHooks(World):
             self._awaiting_values = (checkpoint, strict)
             return
         if space.ranks_hold_all:
+            if replacing(self) is None:  # float32 parameters would round values of "64-true"
+                self.precision_plugin.convert_module(self.lightning_module)
             super().load_model_state_dict(checkpoint, strict=strict)
         elif self._names.is_overridden("load_state_dict", self.lightning_module):
             raise CheckpointError(

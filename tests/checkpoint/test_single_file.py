@@ -119,6 +119,18 @@ def test_lightning_file_resumes_with_sharded_optimizer(written, pool, tmp_path):
     assert_weights(found, expected)
 
 
+@pytest.mark.parametrize("format", ["file", "folder"])
+def test_float64_weights_are_not_rounded(format, tmp_path):
+    place = Place(layout={"checkpoint_format": format})
+    options: dict[str, Any] = {"max_epochs": 1, "precision": "64-true"}
+    before, after = make_trainer(place, **options), make_trainer(place, **options)
+    before.fit(LitNet(), loader())
+    before.save_checkpoint(tmp_path / "saved")
+    module = LitNet()
+    after.validate(module, loader(), ckpt_path=tmp_path / "saved", verbose=False)
+    assert_weights(module.state_dict(), before.lightning_module.state_dict(), tolerance=0)
+
+
 class LitTwoOptimizers(LitNet):
     automatic_optimization = False
 
