@@ -45,6 +45,10 @@ _NUMBER = ":number"
 # These options select how this machine computes the update; they do not change the update. When a
 # checkpoint is loaded, the optimizer keeps its own values.
 _IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
+# torch's schedulers add these options to the groups.
+_OF_SCHEDULERS = frozenset(
+    {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
+)
 
 
 def optimizer_tensors(
@@ -96,6 +100,25 @@ def optimizer_tensors(
                 )
             tensors[f"{_prefix(index)}{key}/{name}"] = (value, place)
     return tensors
+
+
+def check_same_options(optimizer: Optimizer, groups: Sequence[Group]) -> None:
+    """Check that saved groups are not those of another class of optimizers.
+
+    The options of two versions of one class differ in one direction only.
+
+    Raises:
+        CheckpointError: The groups and the optimizer have options that the other lacks.
+    """
+    saved = set().union(*groups)
+    absent = optimizer.defaults.keys() - saved - _IMPLEMENTATION
+    unknown = saved.difference(*optimizer.param_groups) - _OF_SCHEDULERS
+    if saved and absent and unknown:
+        raise CheckpointError(
+            f"the checkpoint's optimizer has the options {sorted(unknown)}, but "
+            f"{type(optimizer).__name__} has {sorted(absent)} instead. Configure the same "
+            "optimizer, or load only the weights (InitFrom)"
+        )
 
 
 def keeps_history(optimizer: Optimizer) -> bool:
@@ -418,7 +441,8 @@ def _check_groups(optimizer: Optimizer, names: Names, groups: Sequence[Group]) -
                 actual = f"in group {group_index[name]}" if name in group_index else "in no group"
                 raise CheckpointError(
                     f"{name!r} is in parameter group {position} of this optimizer, but {actual} "
-                    "of the checkpoint's"
+                    "of the checkpoint's. Configure the same groups, or load only the weights "
+                    "(InitFrom)"
                 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -30,7 +31,7 @@ from lightning_ptdp.checkpoint import (
     verify_checkpoint,
 )
 from lightning_ptdp.checkpoint.latest import OnDamage, is_folder_of_checkpoints
-from lightning_ptdp.checkpoint.optimizer import MASTER
+from lightning_ptdp.checkpoint.optimizer import MASTER, check_same_options
 from lightning_ptdp.checkpoint.remote_path import Place, located
 from lightning_ptdp.checkpoint.save_agreement import gather, is_rank_zero, own_rank
 from lightning_ptdp.checkpoint.tensor_files import load_saved
@@ -258,6 +259,7 @@ def load_optimizers(
         return
     names, placements = space.optimizer_records()
     for index, (optimizer, saved) in enumerate(zip(space.optimizers, states, strict=True)):
+        check_same_options(optimizer, saved.get("groups", []))
         with space.waiting_in(f"loading optimizer {index} from {states.path}"):
             load_optimizer(
                 states.path,
@@ -282,14 +284,20 @@ def _load_indexed(
             "fit), or resume it once under PTDPStrategy() without model parallelism and save"
         )
     names, placements = space.optimizer_records()
+    by_position = (
+        not space.layout.divides_model
+        and not space.steps_on_copies
+        and (of_groups is None or _in_order(space, of_groups))
+    )
     for index, (optimizer, state) in enumerate(zip(space.optimizers, states, strict=False)):
-        if not space.layout.divides_model and not space.steps_on_copies:
+        check_same_options(optimizer, state["param_groups"])
+        if by_position:
             optimizer.load_state_dict(state)
             continue
         if keeps_history(optimizer):
             raise CheckpointError(
                 f"the states of {type(optimizer).__name__} are in one file, which cannot "
-                "be resumed with parameters that are cut"
+                "be resumed with parameters that are cut or in another order"
             )
         of_groups = space.named_groups if of_groups is None else of_groups
         with space.waiting_in(f"loading optimizer {index}"):
@@ -297,6 +305,18 @@ def _load_indexed(
                 state, optimizer, names=names, placements=placements, of_groups=of_groups[index]
             )
             _take_masters(space, optimizer)
+
+
+def _in_order(space: ModelSpace, of_groups: GroupNames) -> bool:
+    """Return True if a single file's states fit the optimizers by position.
+
+    Names that the model no longer has are those of renamed parameters."""
+    saved, own = (list(chain(*groups)) for groups in (of_groups, space.names_of_groups()))
+    known = {name for name, _ in space.module.named_parameters(remove_duplicate=False)}
+    return [*map(len, saved)] == [*map(len, own)] and all(
+        before == after or before not in known
+        for before, after in zip(chain(*saved), chain(*own), strict=True)
+    )
 
 
 def _take_masters(space: ModelSpace, optimizer: Optimizer) -> None:

@@ -131,6 +131,62 @@ def test_float64_weights_are_not_rounded(format, tmp_path):
     assert_weights(module.state_dict(), before.lightning_module.state_dict(), tolerance=0)
 
 
+class LitChoice(LitNet):
+    """Module that trains some of its layers, in the given order."""
+
+    def __init__(self, *layers: int, kind: Any = torch.optim.Adam) -> None:
+        super().__init__()
+        self.layers, self.kind = layers, kind
+
+    def configure_optimizers(self):
+        self.net.requires_grad_(False)
+        chosen = [self.net[layer].requires_grad_(True) for layer in self.layers]
+        return self.kind([p for layer in chosen for p in layer.parameters()], lr=1e-2)
+
+
+@pytest.mark.parametrize("format", ["file", "folder"])
+def test_optimizer_states_belong_to_names(format, tmp_path):
+    place = Place(layout={"checkpoint_format": format})
+
+    def fit(module, epochs, resume=None):
+        L.seed_everything(1, verbose=False)
+        trainer = make_trainer(place, max_epochs=epochs)
+        trainer.fit(module, loader(), ckpt_path=resume)
+        return trainer, weights(trainer)
+
+    trainer, _ = fit(LitChoice(0, 2), 1)
+    saved = tmp_path / "saved"
+    trainer.save_checkpoint(saved)
+    expected = fit(LitChoice(0, 2), 2, saved)[1]
+    assert_weights(fit(LitChoice(2, 0), 2, saved)[1], expected)
+    with pytest.raises(CheckpointError, match=r"'net.4.weight' is in parameter group 0 .*InitFrom"):
+        fit(LitChoice(2, 4), 2, saved)
+    with pytest.raises(CheckpointError, match=r"options \['amsgrad', .* SGD has \['dampening'"):
+        fit(LitChoice(0, 2, kind=torch.optim.SGD), 2, saved)
+
+
+class LitRenamed(LitChoice):
+    def on_load_checkpoint(self, checkpoint):
+        weights = checkpoint["state_dict"]
+        for name in list(weights):
+            weights[name.replace("net", "renamed")] = weights.pop(name)
+
+    def __setattr__(self, name, value):
+        super().__setattr__("renamed" if name == "net" else name, value)
+
+    def __getattr__(self, name):
+        return super().__getattr__("renamed" if name == "net" else name)
+
+
+def test_file_resumes_under_other_names(tmp_path):
+    trainer = make_trainer(Place(), max_epochs=1)
+    trainer.fit(LitChoice(0, 2), loader())
+    trainer.save_checkpoint(tmp_path / "saved")
+    renamed = make_trainer(Place(), max_epochs=2)
+    renamed.fit(LitRenamed(0, 2), loader(), ckpt_path=tmp_path / "saved")
+    assert renamed.global_step == 8
+
+
 class LitTwoOptimizers(LitNet):
     automatic_optimization = False
 
