@@ -129,7 +129,7 @@ def _run(arguments: list[str]) -> int:
         return 0
     if verb not in VERBS:
         raise UserError(
-            f"there is no verb {verb!r}{nearest(verb, VERBS)}. ptdp --help lists all verbs"
+            f"there is no verb {verb!r}{nearest(verb, VERBS)} (ptdp --help lists all verbs)"
         )
     if verb != "doctor":  # doctor reports on all libraries itself
         check_core()

@@ -49,8 +49,8 @@ def load_tasks(names: Sequence[str], include_path: str | None) -> list[Any]:
             if name not in manager.all_tasks:
                 raise UserError(
                     f"--tasks {name}: the harness has no such task"
-                    f"{nearest(name, manager.all_tasks)}. To use a task of yours, give the folder "
-                    "of its YAML file with --include_path"
+                    f"{nearest(name, manager.all_tasks)} (--include_path takes the folder of your "
+                    "own task's YAML file)"
                 )
         return [task for name in names for task in _load(manager, name)]
 

@@ -121,8 +121,8 @@ def _check_scheme(tracking_uri: str) -> None:
     if scheme.partition("+")[0] not in schemes:
         raise ValueError(
             f"tracking_uri={tracking_uri!r}: MLflow has no store "
-            f"{scheme}:{nearest(scheme, schemes)}. Use http://HOST:PORT, sqlite:///FILE or "
-            "another of its stores, or leave tracking_uri out to log to a local file"
+            f"{scheme}:{nearest(scheme, schemes)} (use http://HOST:PORT, sqlite:///FILE or "
+            "another of its stores, or leave tracking_uri out to log to a local file)"
         )
 
 

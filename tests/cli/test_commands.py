@@ -110,7 +110,7 @@ WALK = [
 # Invalid commands and a pattern for the last line of their output.
 # ``-1`` of a type "int or float" may be read as either: typing caches unions without their order.
 BAD = [
-    ("ptdp docter", "did you mean 'doctor'"),
+    ("ptdp docter", r"did you mean 'doctor'\? \(ptdp --help lists all verbs\)"),
     ("ptdp fit", "there is no model. Use --config"),
     ("ptdp fit --config gpt/nanoo", "did you mean 'gpt/nano'"),
     ("ptdp fit --config empty.yaml", "empty.yaml is empty"),

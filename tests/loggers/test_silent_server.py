@@ -99,7 +99,7 @@ def test_request_timeout_defaults_keep_user_settings(monkeypatch):
     [
         (
             "htp://127.0.0.1:5000",
-            "MLflow has no store htp:; did you mean 'http'.. Use http://HOST:PORT, sqlite:///FILE",
+            r"MLflow has no store htp:; did you mean 'http'\? \(use http://HOST:PORT, sqlite:///FILE",
         ),
         ("htp:/x", "MLflow has no store htp:"),
         ("redis://h", "MLflow has no store redis:"),
