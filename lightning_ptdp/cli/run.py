@@ -25,6 +25,7 @@ from lightning_ptdp.callbacks import (
     RunReport,
     WriteSamples,
 )
+from lightning_ptdp.callbacks.artifacts import mlflow_loggers
 from lightning_ptdp.checkpoint import files
 from lightning_ptdp.checkpoint.remote_path import located
 from lightning_ptdp.cli.command_line import check_output, check_picture, options_on
@@ -43,7 +44,6 @@ from lightning_ptdp.cli.run_checks import (
     check_validation_interval,
     check_weights,
 )
-from lightning_ptdp.loggers import MLFlowLogger
 from lightning_ptdp.shims.lightning import load_only_named_checkpoints
 from lightning_ptdp.world.rendezvous_address import launched_processes
 
@@ -199,9 +199,8 @@ def _ckpt_path(cli: PTDPCLI, verb: str) -> str | None:
         newest = find_newest(cli.trainer, experiment, started_from=ckpt_path)
         rank_zero_info(f"--resume auto: {_decision(newest, ckpt_path)}")
     if newest.own is not None:
-        for logger in cli.trainer.loggers:
-            if isinstance(logger, MLFlowLogger):
-                logger.continue_run_of(str(newest.own))
+        for logger in mlflow_loggers(cli.trainer):
+            logger.continue_run_of(str(newest.own))
         return os.fspath(newest.own)
     if ckpt_path is None:
         load_only_named_checkpoints(cli.trainer)
@@ -224,8 +223,8 @@ def _decision(newest: Found, ckpt_path: str | None) -> str:
 
 def _fit(cli: PTDPCLI, ckpt_path: str | None) -> int:
     layout = getattr(cli.trainer.strategy, "layout", None)
-    for logger in cli.trainer.loggers:
-        if isinstance(logger, MLFlowLogger) and layout is not None:
+    if layout is not None:
+        for logger in mlflow_loggers(cli.trainer):
             logger.set_layout(layout.describe())
     if (sample := cli.config_init.sample) is not None:
         cli.trainer.callbacks.append(WriteSamples([sample.prompt], sample, at="end"))

@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
 from lightning_ptdp.base.option_types import check_writable_folder
-from lightning_ptdp.callbacks.artifacts import checkpoint_dirs
+from lightning_ptdp.callbacks.artifacts import checkpoint_dirs, mlflow_loggers
 from lightning_ptdp.callbacks.step_metrics import replicas
 from lightning_ptdp.checkpoint import (
     CheckpointError,
@@ -31,7 +31,6 @@ from lightning_ptdp.checkpoint.remote_path import Place, is_url, located
 from lightning_ptdp.cli.failures import UserError
 from lightning_ptdp.data import StreamDataModule
 from lightning_ptdp.exchange import open_state_dict, reads_as_huggingface, weights_opener
-from lightning_ptdp.loggers import MLFlowLogger
 from lightning_ptdp.models import LitBert, LitGPT
 from lightning_ptdp.models.lit_huggingface import LitHuggingFace
 from lightning_ptdp.strategy.checks.trainer import check_numbers
@@ -79,9 +78,8 @@ def check_run(
         )
     _check_port(trainer)
     if writes:
-        for logger in trainer.loggers:
-            if isinstance(logger, MLFlowLogger):
-                logger.check()
+        for logger in mlflow_loggers(trainer):
+            logger.check()
         _check_folders(trainer)
 
 

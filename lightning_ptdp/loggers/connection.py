@@ -62,7 +62,7 @@ class RunOptions:
     experiment_name: str
     tracking_uri: str
     run_name: str | None
-    tags: dict[str, object]
+    tags: dict[str, str]
     artifact_location: str | None
     log_model: bool | str
     layout: str = ""
@@ -98,7 +98,9 @@ def set_defaults() -> None:
         os.environ.setdefault(name, value)
 
 
-def connect(options: RunOptions, run_id: str | None, *, may_be_gone: bool) -> LightningMLFlowLogger:
+def connect(
+    options: RunOptions, run_id: str | None, *, may_be_gone: bool, reopens: bool
+) -> LightningMLFlowLogger:
     """Return Lightning's logger of a new run, or of ``run_id``, which continues.
 
     A new database gets its tables here.
@@ -108,6 +110,7 @@ def connect(options: RunOptions, run_id: str | None, *, may_be_gone: bool) -> Li
         run_id: Run to resume.
         may_be_gone: Whether a new run is started, with a warning, if the store no longer has
             ``run_id``.
+        reopens: Whether a run that continues is marked as running.
 
     Raises:
         ValueError: The run cannot be resumed.
@@ -132,7 +135,7 @@ def connect(options: RunOptions, run_id: str | None, *, may_be_gone: bool) -> Li
             )
             run_id = None
             inner = _find(options, None)
-    if run_id is not None:
+    if run_id is not None and reopens:
         inner.experiment.update_run(run_id, status="RUNNING")
         for key, value in options.tags.items():
             inner.experiment.set_tag(run_id, key, value)

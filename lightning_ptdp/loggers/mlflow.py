@@ -6,7 +6,6 @@ This logger does nothing until its first use on global rank 0. The other ranks g
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import signal
@@ -126,12 +125,14 @@ class MLFlowLogger(Logger):
             experiment_name=experiment_name,
             tracking_uri=tracking_uri,
             run_name=run_name,
-            tags=dict(tags or {}),
+            tags={key: str(value) for key, value in (tags or {}).items()},
             artifact_location=artifact_location,
             log_model=log_model,
         )
         self._log_system_metrics = log_system_metrics
         self._run: OpenRun | None = None
+        self._silence: SilentServerError | None = None
+        self._was_ended = False
         self._epoch = 0.0
 
     @property
@@ -160,7 +161,7 @@ class MLFlowLogger(Logger):
     @property
     def run_id(self) -> str | None:
         """Return the run id; creates the run on global rank 0."""
-        if rank_zero_only.rank == 0:
+        if rank_zero_only.rank == 0 and not self._was_ended:
             self._open()
         return self._run_id
 
@@ -203,6 +204,19 @@ class MLFlowLogger(Logger):
         self._may_be_gone = True
         return True
 
+    @property
+    def stored_run(self) -> str | None:
+        """Return the id of the run that this process has opened in the store, or None."""
+        run = self._here()
+        return None if run is None or isinstance(run.inner, AbsentRun) else self._run_id
+
+    def follow(self, run_id: str | None) -> None:
+        """Log to a run that a process started by this one has opened and ended."""
+        if run_id is not None:
+            self._run_id = run_id
+            self._was_ended = True
+            self._may_be_gone = False
+
     def check(self) -> None:
         """Check before training that the store can be written; nothing is changed.
 
@@ -212,8 +226,11 @@ class MLFlowLogger(Logger):
         Raises:
             ValueError: ``save_dir`` or ``tracking_uri`` cannot be used.
         """
-        with contextlib.suppress(SilentServerError):
+        self._silence = None
+        try:
             self._check_store()
+        except SilentServerError as error:
+            self._silence = error
 
     def _check_store(self) -> None:
         check_writable_folder(Path(self._save_dir), f"save_dir={self._save_dir!r}")
@@ -369,8 +386,15 @@ class MLFlowLogger(Logger):
 
         If the server does not answer, return a run that keeps its metrics in a file."""
         try:
+            if self._silence is not None:
+                raise self._silence
             self._check_store()
-            inner = connect(self._options, self._run_id, may_be_gone=self._may_be_gone)
+            inner = connect(
+                self._options,
+                self._run_id,
+                may_be_gone=self._may_be_gone,
+                reopens=not self._was_ended,
+            )
         except Exception as error:
             if not is_unanswered(error):
                 raise
@@ -382,7 +406,7 @@ class MLFlowLogger(Logger):
                 lambda metrics: inner.experiment.log_batch(inner.run_id, metrics=metrics)
             ),
             monitor=start_monitor(inner.run_id, self.tracking_uri)
-            if self._log_system_metrics
+            if self._log_system_metrics and not self._was_ended
             else None,
         )
 

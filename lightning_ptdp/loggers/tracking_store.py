@@ -6,6 +6,7 @@ it."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import http.client
 import os
 import socket
@@ -164,6 +165,9 @@ def create_database(path: Path) -> None:
     MLflow creates the tables in about a hundred transactions that take seconds, and cannot
     continue if a kill interrupts them. Therefore the file gets its name when it is complete. Until
     then SQLite does not wait for the disk.
+
+    Raises:
+        OSError: The disk is full.
     """
     if path.exists():
         return
@@ -184,6 +188,11 @@ def create_database(path: Path) -> None:
     event.listen(Engine, "connect", relax)
     try:
         MlflowClient(sqlite_uri(new)).search_experiments(max_results=1)
+    except Exception as error:
+        if "disk is full" not in str(error):
+            raise
+        new.unlink()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
     finally:
         event.remove(Engine, "connect", relax)
         for connection in opened:

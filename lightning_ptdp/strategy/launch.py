@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from lightning_ptdp.base.output import survive_closed_output
+from lightning_ptdp.callbacks.artifacts import mlflow_loggers
 from lightning_ptdp.data_parallel.replica_buffers import overlaps
 from lightning_ptdp.forward.surroundings import Context
 from lightning_ptdp.parameters.materialize import Materializer, make_room
@@ -230,6 +231,17 @@ class _CheckedProcesses(_CheckedLauncher):
         return self._names.WorkerOutput(
             best, self._weights_path, trainer.state, results, self.get_extra_results(trainer)
         )
+
+    def get_extra_results(self, trainer: Trainer) -> dict[str, Any]:
+        """Return what the main process needs, with the MLflow runs of this rank."""
+        runs = [logger.stored_run for logger in mlflow_loggers(trainer)]
+        return {**super().get_extra_results(trainer), "runs": runs}
+
+    def update_main_process_results(self, trainer: Trainer, extra: dict[str, Any]) -> None:
+        """Let the loggers of the main process follow the runs of rank 0."""
+        super().update_main_process_results(trainer, extra)
+        for logger, run_id in zip(mlflow_loggers(trainer), extra["runs"], strict=True):
+            logger.follow(run_id)
 
     def _recover_results_in_main_process(self, worker_output: Any, trainer: Trainer) -> None:
         if isinstance(worker_output, _Ended):

@@ -19,6 +19,7 @@ from typing import Any, get_type_hints
 
 import torch
 
+from lightning_ptdp.callbacks.artifacts import mlflow_loggers
 from lightning_ptdp.callbacks.run_summary import StrategySummary, summarize
 from lightning_ptdp.checkpoint.remote_path import check_address
 from lightning_ptdp.config import PTDPConfig
@@ -137,6 +138,8 @@ class _PTDPStrategy(SetupHooks):
             self._choose_layout(trainer, sources)
         check_trainer(self, trainer)
         self.check_machine()
+        for logger in mlflow_loggers(trainer) if self.is_global_zero else ():
+            logger.check()
         self.snapshots.check()
         if not self.model_space.is_cut:
             self.check(self.lightning_module)

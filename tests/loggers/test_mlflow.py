@@ -19,6 +19,8 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import MLFlowLogger as LightningMLFlowLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
@@ -118,9 +120,10 @@ def test_parameters_are_flattened_and_truncated(save_dir):
 
 def test_run_name_has_layout_and_time(save_dir):
     named, unnamed = (
-        MLFlowLogger(save_dir=str(save_dir), run_name="mine"),
+        MLFlowLogger(save_dir=str(save_dir), run_name="mine", tags={"trial": 3}),
         MLFlowLogger(save_dir=str(save_dir)),
     )
+    assert named._options.tags == {"trial": "3"}, "a server takes texts only"
     for logger in (named, unnamed):
         logger.set_layout("t2 p2 v1 d1")
     client, run = client_of(unnamed), client_of(unnamed).get_run(unnamed.run_id)
@@ -222,6 +225,28 @@ def test_resume_appends_metrics_and_keeps_parameters(save_dir):
     second.finalize("failed")
     assert history(second, "loss") == [(1, 2.0), (2, 1.0)]
     assert client_of(second).get_run(first.run_id).info.status == "FAILED"
+
+
+def test_fit_of_started_processes_and_test_share_a_run(save_dir):
+    started, main = (
+        Trainer(
+            strategy="ptdp_fork",
+            accelerator="cpu",
+            devices=2,
+            logger=MLFlowLogger(save_dir=str(save_dir)),
+        )
+        for _ in range(2)
+    )
+    run_id = started.logger.run_id
+    started.logger.log_metrics({"loss": 1.0}, 0)
+    started.logger.finalize("success")
+    extra = started.strategy.launcher.get_extra_results(started)
+    main.strategy.launcher.update_main_process_results(main, extra)
+    assert main.logger.run_id == run_id
+    assert main.logger.experiment.get_run(run_id).info.status == "FINISHED"
+    main.logger.log_metrics({"loss": 2.0}, 1)
+    main.logger.finalize("success")
+    assert history(main.logger, "loss") == [(0, 1.0), (1, 2.0)]
 
 
 def test_unknown_run_id_is_refused(save_dir):
@@ -441,6 +466,9 @@ def test_unusable_store_is_refused(tmp_path, kind):
         logger.check()
     with pytest.raises(ValueError, match=r"(save_dir|tracking_uri)='"):
         logger.log_metrics({"loss": 1.0}, 0)
+    trainer = Trainer(strategy="ptdp_fork", accelerator="cpu", devices=2, logger=logger)
+    with pytest.raises(ValueError, match=r"(save_dir|tracking_uri)='"):
+        trainer.fit(BoringModel())
 
 
 def test_system_metrics_continue_step_count_on_resume(save_dir, monkeypatch):

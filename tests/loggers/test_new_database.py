@@ -36,6 +36,19 @@ def test_logger_creates_its_database_without_waiting(tmp_path, statements):
     assert not any("CREATE TABLE" in line for line in statements)
 
 
+def test_full_disk_during_creation_names_the_database(tmp_path):
+    def shrink(connection, _record):
+        connection.execute("PRAGMA max_page_count=20")
+
+    event.listen(Engine, "connect", shrink)
+    try:
+        with pytest.raises(OSError, match=r"^\[Errno 28\] .*mlflow\.db'$"):
+            _ = MLFlowLogger(save_dir=str(tmp_path)).experiment
+    finally:
+        event.remove(Engine, "connect", shrink)
+    assert os.listdir(tmp_path) == []
+
+
 def _end_while_tables_are_created(folder):
     def end(connection, _record):
         connection.set_trace_callback(
