@@ -399,13 +399,13 @@ class MLFlowLogger(Logger):
             if not is_unanswered(error):
                 raise
             return self._absent(error)
-        self._run_id = inner.run_id
+        # Not in the thread: while a step acts as another rank, Lightning returns a dummy there.
+        client = inner.experiment
+        run_id = self._run_id = inner.run_id
         return OpenRun(
             inner=inner,
-            writer=BackgroundWriter(
-                lambda metrics: inner.experiment.log_batch(inner.run_id, metrics=metrics)
-            ),
-            monitor=start_monitor(inner.run_id, self.tracking_uri)
+            writer=BackgroundWriter(lambda metrics: client.log_batch(run_id, metrics=metrics)),
+            monitor=start_monitor(run_id, self.tracking_uri)
             if self._log_system_metrics and not self._was_ended
             else None,
         )

@@ -23,6 +23,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import MLFlowLogger as LightningMLFlowLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from mlflow.entities import Metric
 
 from lightning_ptdp.base.data_record import DatasetRecord
 from lightning_ptdp.base.signals import handled
@@ -343,6 +344,16 @@ def test_full_disk_does_not_fail_finished_training(save_dir, monkeypatch, kind):
     with _largest_file(kept.stat().st_size + 20), pytest.warns(UserWarning, match=lost):
         logger.finalize("success")
     assert kept.read_text() == "before\n", "a partial row is left in the file"
+
+
+def test_metrics_are_written_during_a_step_that_acts_as_another_rank(save_dir):
+    logger = MLFlowLogger(save_dir=str(save_dir))
+    writer = logger._open().writer
+    rank_zero_only.rank = 1  # as in a step on a pipeline stage before the last one
+    writer.put(Metric("loss", 1.0, 0, 0))
+    writer.run(lambda: None, limit_s=60.0)
+    rank_zero_only.rank = 0
+    assert history(logger, "loss") == [(0, 1.0)]
 
 
 def test_copies_of_logger_do_not_share_connection(save_dir):
