@@ -2,12 +2,14 @@
 
 import os
 import signal
+import sys
 
 import pytest
 
 from lightning_ptdp.base import signals
 from lightning_ptdp.base.signals import SignalNotes, StoppedNow, breakable
-from lightning_ptdp.strategy.stopping import INTERRUPTED, forwarding_ctrl_c
+from lightning_ptdp.cli.failures import terminate_on_sigterm
+from lightning_ptdp.strategy.stopping import INTERRUPTED, ending_on_sigterm, forwarding_ctrl_c
 
 
 @pytest.fixture
@@ -97,3 +99,34 @@ def test_user_signal_handler_is_kept(now):
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with forwarding_ctrl_c(Launcher("a process")):
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+@pytest.mark.parametrize("process", ["rank", "worker of a pool"])
+def test_sigterm_before_training_closes_loggers_of_its_rank_only(process, tmp_path):
+    """Under ``ptdp``, whose handler the rank has inherited."""
+
+    class Launcher:
+        def kill(self, signum):
+            (tmp_path / "killed").touch()
+
+    def close():
+        (tmp_path / "closed").write_text(type(sys.exc_info()[1]).__name__)
+
+    with terminate_on_sigterm():
+        rank = os.fork()
+        if rank == 0:
+            try:
+                with ending_on_sigterm(Launcher(), close):
+                    if process == "worker of a pool" and (worker := os.fork()):
+                        os._exit(os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]) + 100)
+                    signal.raise_signal(signal.SIGTERM)
+            finally:
+                os._exit(1)
+        _, status = os.waitpid(rank, 0)
+    ended = os.waitstatus_to_exitcode(status)
+    if process == "rank":
+        assert ended == -signal.SIGTERM
+        assert (tmp_path / "closed").read_text() == "KeyboardInterrupt"
+    else:
+        assert ended == 100 - signal.SIGTERM
+    assert (tmp_path / "killed").exists() == (process == "rank")

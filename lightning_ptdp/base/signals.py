@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -78,6 +79,22 @@ class HeldSignal:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         self.received = True
+
+
+@dataclass(frozen=True)
+class HandlerOfProcess:
+    """Handler of a signal that serves the process that sets it; forked ranks replace it."""
+
+    handle: Callable[[int, FrameType | None], None]
+    process: int = field(default_factory=os.getpid)
+
+    @property
+    def is_inherited(self) -> bool:
+        """Return True if this process was forked from the one that has set the handler."""
+        return os.getpid() != self.process
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.handle(number, frame)
 
 
 def hold_requeue_signal() -> None:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from lightning_ptdp.base.errors import PTDPError
 from lightning_ptdp.base.requirements import read_declared
-from lightning_ptdp.base.signals import handled
+from lightning_ptdp.base.signals import HandlerOfProcess, handled
 
 if TYPE_CHECKING:
     import psutil
@@ -156,18 +156,18 @@ def terminate_on_sigterm() -> Iterator[None]:
     ended. A forked process, which has nothing to clean up before it has a handler of its own, ends
     at once.
     """
-    owner = os.getpid()
 
     def terminate(number: int, frame: FrameType | None) -> None:
-        if os.getpid() != owner:
-            if signal.getsignal(number) is not terminate:
+        if handler.is_inherited:
+            if signal.getsignal(number) is not handler:
                 return  # called by the handler of Lightning, which records the signal
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.raise_signal(signal.SIGTERM)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second SIGTERM must not break the cleanup
         raise Terminated
 
-    with handled(signal.SIGTERM, terminate):
+    handler = HandlerOfProcess(terminate)
+    with handled(signal.SIGTERM, handler):
         yield
 
 

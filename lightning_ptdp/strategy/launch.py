@@ -12,7 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -35,7 +35,7 @@ from lightning_ptdp.shims.torch_distributed import is_communication_error
 from lightning_ptdp.strategy.checkpoint_hooks import CheckpointHooks
 from lightning_ptdp.strategy.stopping import (
     INTERRUPTED,
-    ending_children_on_sigterm,
+    ending_on_sigterm,
     forwarding_ctrl_c,
     stop_forwarding_ctrl_c,
 )
@@ -155,7 +155,7 @@ class _CheckedSubprocesses(_CheckedLauncher):
         self._strategy = strategy
 
     def _starting(self, trainer: Trainer | None) -> Context:
-        return ending_children_on_sigterm(self)
+        return ending_on_sigterm(self, partial(_end_loggers, trainer))
 
     def kill(self, signum: int) -> None:
         """Send a signal to the processes; after SIGKILL, wait for their end.
@@ -198,7 +198,8 @@ class _CheckedProcesses(_CheckedLauncher):
         stop_forwarding_ctrl_c()
         survive_closed_output()
         try:
-            super()._wrapping_function(process_idx, trainer, *call)
+            with ending_on_sigterm(self, partial(_end_loggers, trainer)):
+                super()._wrapping_function(process_idx, trainer, *call)
         except KeyboardInterrupt:
             _end_loggers(trainer)
             sys.exit(INTERRUPTED)  # some versions of torch report it as success

@@ -11,15 +11,23 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_ptdp.base.signals import SignalNotes, StoppedNow, handled, in_main_thread
+from lightning_ptdp.base.signals import (
+    HandlerOfProcess,
+    SignalNotes,
+    StoppedNow,
+    handled,
+    in_main_thread,
+)
+from lightning_ptdp.callbacks.save_on_signal import SaveOnSignal
 from lightning_ptdp.pipeline.watchdog import Watchdog
 from lightning_ptdp.shims.lightning import (
     Launcher,
@@ -32,10 +40,8 @@ from lightning_ptdp.shims.lightning import (
 INTERRUPTED = 128 + signal.SIGINT
 """Exit code of a process that ended by Ctrl-C."""
 
-_ANNOUNCEMENT = (
-    "Ctrl-C: training ends after this step (without saving; the callback SaveOnSignal() saves "
-    "first). Press it again to end now"
-)
+_ANNOUNCEMENT = "Ctrl-C: training ends after this step{}. Press it again to end now"
+_UNSAVED = " (without saving; the callback SaveOnSignal() saves first)"
 _HANDED_ON = "Ctrl-C: the processes end after their step. Press it again to end them now"
 _TERMINATE = 1
 _INTERRUPT = 2
@@ -58,7 +64,10 @@ class StopRequest:
         self._trainer = trainer
         self.received = False
         self._agreed: dict[dist.ProcessGroup, tuple[Tensor, torch.cuda.Event]] = {}
-        self._notes = SignalNotes(_ANNOUNCEMENT if trainer.is_global_zero else "")
+        # Before the first step, which SaveOnSignal waits for, there is nothing to save.
+        saves = any(isinstance(callback, SaveOnSignal) for callback in trainer.callbacks)
+        announcement = _ANNOUNCEMENT.format("" if saves else _UNSAVED)
+        self._notes = SignalNotes(announcement if trainer.is_global_zero else "")
         replace_signal_handlers(
             trainer, sigterm=None if alone else self._note, register=self._register
         )
@@ -136,30 +145,38 @@ def _read(copy: Tensor, copied: torch.cuda.Event) -> list[int]:
 
 
 @contextlib.contextmanager
-def ending_children_on_sigterm(launcher: Launcher) -> Iterator[None]:
-    """Kill the started processes on SIGTERM, until Lightning has its own handler.
+def ending_on_sigterm(launcher: Launcher, close: Callable[[], None]) -> Iterator[None]:
+    """Kill the started processes on SIGTERM, call ``close`` and end, until Lightning has a handler.
 
-    SIGTERM kills the processes that ``launcher`` has started, then this one. By default it would
-    end only this process, and the other ranks would look for its store until their time limit.
+    By default SIGTERM would end only this process: the other ranks would look for its store until
+    their time limit, and a logger's run would look as if it still ran.
 
     After an exception, Lightning restores this handler, which it found, when the context has ended.
     The handler then has no reference to the run, and ends only this process."""
-    launchers = [launcher]
+    owner = os.getpid()
+    actions: list[Callable[[], None]] = [partial(launcher.kill, signal.SIGKILL), close]
 
     def end(signum: int, _frame: FrameType | None) -> None:
         # otherwise Lightning's handler has called it too
         if signal.getsignal(signal.SIGTERM) is end:
-            for item in launchers:
-                item.kill(signal.SIGKILL)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            try:
+                raise KeyboardInterrupt  # tells loggers why they are closed
+            except KeyboardInterrupt:
+                # A forked process, such as a worker of a pool, has inherited the handler.
+                for action in actions if os.getpid() == owner else ():
+                    action()
             os.kill(os.getpid(), signum)
 
-    provided = signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL  # by the user
+    before = signal.getsignal(signal.SIGTERM)
+    provided = before is not signal.SIG_DFL  # by the user, or by ptdp in its own process
+    if isinstance(before, HandlerOfProcess):
+        provided = not before.is_inherited
     with contextlib.nullcontext() if provided else handled(signal.SIGTERM, end):
         try:
             yield
         finally:
-            launchers.clear()
+            actions.clear()
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from lightning_ptdp.callbacks import SaveOnSignal
 from lightning_ptdp.callbacks.save_on_signal import _signals
 from lightning_ptdp.checkpoint import read_metadata
 from lightning_ptdp.strategy import PTDPStrategy
+from lightning_ptdp.strategy.stopping import StopRequest
 from tests.parity import make_trainer
 from tests.tiny_gpt import LitTiny, PaddedTokens, Run
 
@@ -165,3 +166,14 @@ def _train_again(rank):
 
 def test_further_fit_keeps_group_with_time_limit_of_strategy(pool):
     assert pool.run(_train_again, world_size=2) == [[77], [77]]
+
+
+@pytest.mark.parametrize("callbacks", [[], [SaveOnSignal()]])
+def test_message_names_the_callback_only_if_it_is_missing(callbacks, capfd):
+    trainer = L.Trainer(accelerator="cpu", devices=1, logger=False, callbacks=callbacks)
+    notes = StopRequest(trainer, alone=True)._notes
+    notes.take()
+    notes.note(signal.SIGINT, None)
+    said = capfd.readouterr().err
+    assert "Ctrl-C: training ends after this step" in said
+    assert ("SaveOnSignal" in said) == (not callbacks)
