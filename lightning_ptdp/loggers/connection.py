@@ -113,7 +113,7 @@ def connect(
         reopens: Whether a run that continues is marked as running.
 
     Raises:
-        ValueError: The run cannot be resumed.
+        ValueError: The run cannot be created or resumed.
     """
     set_defaults()
     path = sqlite_path(options.tracking_uri)
@@ -157,8 +157,14 @@ def _find(options: RunOptions, run_id: str | None) -> LightningMLFlowLogger:
         ):
             raise MlflowException(f"Run '{run_id}' is {stage}")
     except MlflowException as error:
-        if run_id is None or is_unanswered(error):
+        if is_unanswered(error):
             raise
+        if run_id is None:
+            raise ValueError(
+                f"tracking_uri={options.tracking_uri!r}: MLflow creates no run ({error}). Check the "
+                "address and the credentials (MLFLOW_TRACKING_USERNAME and _PASSWORD, or "
+                "MLFLOW_TRACKING_TOKEN), or leave tracking_uri out to log to a local file"
+            ) from error
         raise ValueError(
             f"run_id={run_id!r} cannot be resumed ({error}). Leave run_id out to start a new run"
         ) from error

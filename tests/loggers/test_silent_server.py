@@ -145,10 +145,29 @@ def _impatient(monkeypatch):
     monkeypatch.setattr(ours, "check_store", lambda uri: check_store(uri, timeout_s=0.2))
 
 
+def test_refusal_of_a_server_names_the_credentials(tmp_path):
+    with _healthy(lambda handler: handler.send_error(401)) as uri:
+        logger = MLFlowLogger(save_dir=str(tmp_path), tracking_uri=uri)
+        logger.check()
+        words = rf"tracking_uri='{uri}': MLflow creates no run \(.*401.*MLFLOW_TRACKING_USERNAME"
+        with pytest.raises(ValueError, match=f"(?s){words}"):
+            logger.log_metrics({"loss": 1.0}, 0)
+
+
 @contextmanager
 def _healthy_and_silent():
     """Run a server that answers ``/health`` and blocks all other requests until the end."""
     over = threading.Event()
+    with _healthy(lambda handler: over.wait()) as uri:
+        try:
+            yield uri
+        finally:
+            over.set()
+
+
+@contextmanager
+def _healthy(answer):
+    """Run a server that answers ``/health``, and calls ``answer`` for all other requests."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self):
@@ -156,7 +175,8 @@ def _healthy_and_silent():
 
         def do_GET(self):
             if not self.path.endswith("/health"):
-                over.wait()
+                answer(self)
+                return
             self.send_response(200)
             self.end_headers()
 
@@ -170,7 +190,6 @@ def _healthy_and_silent():
     try:
         yield f"http://127.0.0.1:{server.server_port}"
     finally:
-        over.set()
         server.shutdown()
         thread.join()
         server.server_close()
