@@ -19,6 +19,10 @@ from lightning_ptdp.schedule.actions import Action
 
 LOST = "lost another rank"
 _CAUSE = "The cause is on rank "
+_ENDED_EARLY = (
+    "ended its loop earlier: it had fewer batches (a dataset without a length), or stopped alone "
+    "(should_stop). All ranks need the same number of steps"
+)
 _SHOWN = 200  # characters of an error in the line of its rank
 _MOST_LINES = 16
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
@@ -213,6 +217,10 @@ class RankReport:
             f"{_CAUSE}{rank}: {heard.status.failure} ({heard.status.raised_at})"
             for rank, heard in sorted(self.heard.items())
             if heard.status.failure and not heard.status.failure.startswith(LOST)
+        ] + [
+            f"{_CAUSE}{rank}, which {_ENDED_EARLY}"
+            for rank, heard in sorted(self.heard.items())
+            if heard.status.ended and not heard.status.failure and not self.missing
         ]
         text += causes[:1]
         return "\n".join(text)

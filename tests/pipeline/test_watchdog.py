@@ -18,7 +18,14 @@ from torch.distributed import HashStore
 
 from lightning_ptdp.pipeline.hang_guard import HangJudge
 from lightning_ptdp.pipeline.p2p import PeerError
-from lightning_ptdp.pipeline.rank_status import LOST, Heard, LiveStatus, RankReport, RankStatus
+from lightning_ptdp.pipeline.rank_status import (
+    LOST,
+    Heard,
+    LiveStatus,
+    RankReport,
+    RankStatus,
+    cause_first,
+)
 from lightning_ptdp.pipeline.status_board import StatusBoard
 from lightning_ptdp.pipeline.watchdog import Watchdog
 from lightning_ptdp.schedule import Action
@@ -120,6 +127,21 @@ def test_lost_rank_is_known_once_all_answering_ranks_report_it():
     )
     assert not account("").is_known() and not account(LOST).is_known()
     assert not account(named, world_size=4).is_known()
+
+
+def test_rank_that_ended_earlier_is_named_as_the_cause():
+    ended = LiveStatus()
+    ended.ended = True
+    report = RankReport(
+        rank=0,
+        own=LiveStatus().status(),
+        world_size=2,
+        asked=(1,),
+        heard={1: Heard(ended.status(), time.monotonic(), True)},
+        store_answers=True,
+    )
+    cause = "The cause is on rank 1, which ended its loop earlier: it had fewer batches"
+    assert cause_first("lost another rank", report.text()).startswith(cause)
 
 
 def _ranks_asked(rank):
