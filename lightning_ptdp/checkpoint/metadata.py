@@ -317,8 +317,7 @@ def _parsed(content: dict[str, Json]) -> CheckpointMetadata:
 def _run(value: Json) -> dict[str, Json]:
     """Return the facts about the run, after checks of those that this package reads."""
     _RUN(value)
-    facts: dict[str, Json] = value
-    return facts
+    return value
 
 
 def _entry(value: Json) -> TensorEntry:

@@ -128,8 +128,7 @@ def keeps_history(optimizer: Optimizer) -> bool:
 
 def optimizer_history(optimizer: Optimizer) -> History:
     """Return the state of an optimizer with a history of all parameters, for ``load_history``."""
-    history: History = optimizer.state_dict()["state"]
-    return history
+    return optimizer.state_dict()["state"]
 
 
 def load_history(optimizer: Optimizer, saved: Mapping[str, object]) -> None:

@@ -187,8 +187,7 @@ class RemotePath(os.PathLike[str]):
         if self.known_size is not None:
             return {"type": "file", "size": self.known_size}
         with contextlib.suppress(FileNotFoundError):
-            info: dict[str, Any] = self._ask("reading", "info")
-            return info
+            return self._ask("reading", "info")
         return {}
 
     def _ask(

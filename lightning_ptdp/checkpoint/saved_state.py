@@ -78,8 +78,7 @@ def read_state(
         _STATE(state)
     if types == "restore":
         warn_unread(missing, folder)
-    restored: dict[str, Any] = state
-    return restored
+    return state
 
 
 def warn_unread(missing: Iterable[str], where: object) -> None:

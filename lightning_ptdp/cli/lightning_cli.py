@@ -301,8 +301,7 @@ def parsed_values(arguments: list[str]) -> dict[str, Any]:
     Raises:
         UserError: A key, a class or a value is wrong.
     """
-    values: dict[str, Any] = yaml.safe_load(_ParsedOnly("fit", arguments).text)
-    return values
+    return yaml.safe_load(_ParsedOnly("fit", arguments).text)
 
 
 # The loader also reads files that a configuration names, such as --model model.yaml.

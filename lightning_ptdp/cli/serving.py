@@ -321,5 +321,4 @@ def next_of_rank_zero(trainer: Trainer, items: queue.SimpleQueue[_T]) -> _T:
                 arrived = False
         arrived, item = trainer.strategy.broadcast((arrived, item))
         if arrived:
-            result: Any = item
-            return result
+            return item

@@ -169,10 +169,9 @@ class HuggingFaceTokenizer:
 
     def encode_many(self, texts: Sequence[str], *, num_threads: int = 1) -> list[list[int]]:
         """Return the ids of each text; the library chooses its number of threads."""
-        ids: list[list[int]] = self.of_transformers(
-            list(texts), add_special_tokens=False, verbose=False
-        )["input_ids"]
-        return ids
+        return self.of_transformers(list(texts), add_special_tokens=False, verbose=False)[
+            "input_ids"
+        ]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids; special ids produce no text."""

@@ -270,8 +270,7 @@ class EvaluationLoader(_BatchLoader):
     def _visits(self, step: int) -> list[int]:
         numbers = np.array(self.indices(step))
         visits = self.stream.visits(numbers, seed=0, shuffle=False)
-        padded: list[int] = np.where(numbers == PADDING, PADDING, visits).tolist()
-        return padded
+        return np.where(numbers == PADDING, PADDING, visits).tolist()
 
 
 def _as_read(rows: object) -> object:

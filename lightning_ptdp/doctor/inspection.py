@@ -130,8 +130,7 @@ def _limited(
 
     outcome = run_ranks(in_a_process, count=1, timeout_s=timeout_s)
     if 0 in outcome.results:
-        result: _T = outcome.results[0]
-        return result
+        return outcome.results[0]
     message = outcome.errors.get(0, f"no answer within {timeout_s:g} s")
     return instead(
         failed(

@@ -116,8 +116,7 @@ class Dispatched:
         )
         if dropped := self.going.order.numel() - back.size(0):
             back = F.pad(back, (0, 0, 0, dropped))
-        combined: Tensor = _Combine.apply(back, weights_nk, self.going)
-        return combined
+        return _Combine.apply(back, weights_nk, self.going)
 
 
 def dispatch(
@@ -238,8 +237,7 @@ def _by_expert(counts: Tensor, rows: int) -> _Order:
 
 
 def _reordered(x: Tensor, order: _Order | None) -> Tensor:
-    result: Tensor = x if order is None else _Take.apply(x, order, 1)
-    return result
+    return x if order is None else _Take.apply(x, order, 1)
 
 
 class _Take(torch.autograd.Function):
@@ -310,8 +308,7 @@ def _exchange(x: Tensor, sent: list[int], received: list[int], group: Group) -> 
 
     The received rows are in the order of the ranks.
     """
-    result: Tensor = x if group.size == 1 else _TokenExchange.apply(x, sent, received, group)
-    return result
+    return x if group.size == 1 else _TokenExchange.apply(x, sent, received, group)
 
 
 def _all_to_all(x: Tensor, sent: list[int], received: list[int], group: Group) -> Tensor:

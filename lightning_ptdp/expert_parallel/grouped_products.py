@@ -37,8 +37,7 @@ def stores_as_usual(module: nn.Module) -> bool:
 
 def inner_width(module: Any) -> int:
     """Return f, the inner width of an expert."""
-    width: int = module.down_proj.size(1 if module.is_transposed else 2)
-    return width
+    return module.down_proj.size(1 if module.is_transposed else 2)
 
 
 def inner_parts(module: Any, name: str) -> tuple[int, tuple[int, ...]] | None:

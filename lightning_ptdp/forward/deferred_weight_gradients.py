@@ -19,7 +19,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -273,15 +273,12 @@ def multiply(
     """
     dtype = autocast_dtype(x)
     store = store if _can_wait(x, weight, bias) else None
-    return cast(
-        Tensor,
-        _DeferredProduct.apply(
-            x if dtype is None else x.to(dtype),
-            weight,
-            bias,
-            products(weight, dtype, transposed, casts or StepCasts()),
-            store,
-        ),
+    return _DeferredProduct.apply(
+        x if dtype is None else x.to(dtype),
+        weight,
+        bias,
+        products(weight, dtype, transposed, casts or StepCasts()),
+        store,
     )
 
 

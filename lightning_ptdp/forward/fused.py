@@ -36,8 +36,7 @@ def _compiled(function: Callable[P, R]) -> Callable[P, R]:
         return function
     # Kernels for dynamic sizes took three to five times as long on an H200. torch itself stops at
     # eight sizes, and runs further ones without compilation.
-    compiled: Callable[P, R] = torch.compile(function, dynamic=False)
-    return compiled
+    return torch.compile(function, dynamic=False)
 
 
 def missing_compiler(device: torch.device) -> str:

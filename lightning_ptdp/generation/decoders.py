@@ -81,10 +81,9 @@ def longest_sequence(module: nn.Module) -> int | None:
     config: Any = getattr(model, "config", None)
     if is_causal_model(model):
         config = config.get_text_config(decoder=True)
-    limit: int | None = getattr(
+    return getattr(
         config, "max_position_embeddings" if is_causal_model(model) else "sequence_length", None
     )
-    return limit
 
 
 def language_model(module: nn.Module) -> nn.Module | None:
@@ -207,5 +206,4 @@ class Cached:
             )
         finally:
             advance_cache(cache, self._done, ids.device)
-        logits: Tensor = output.logits
-        return logits
+        return output.logits

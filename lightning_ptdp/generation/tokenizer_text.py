@@ -172,10 +172,7 @@ class _HuggingFace:
             raise ValueError(
                 f"the chat template in {self._folder} does not support this conversation: {error}"
             ) from error
-        ids: list[int] = self.of_transformers(text, add_special_tokens=False, verbose=False)[
-            "input_ids"
-        ]
-        return ids
+        return self.of_transformers(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
 def _ends(folder: Path) -> list[int]:

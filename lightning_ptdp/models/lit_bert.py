@@ -158,10 +158,9 @@ class LitBert(LitTransformer):
         arguments = {
             name: batch[name] for name in ("token_type_ids", "attention_mask") if name in batch
         }
-        output: BertOutput = self.built(
+        return self.built(
             batch["input_ids"], **arguments, masked_positions=_positions(batch), logits=logits
         )
-        return output
 
     def _losses(self, masked: Tensor, order_logits: Tensor, batch: Batch) -> dict[str, Tensor]:
         labels = _labels(batch)

@@ -81,8 +81,7 @@ class LitGPT(LitTransformer, LitTokens):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Return the logits (b, s, V) of token ids (b, s)."""
-        logits: Tensor = self.built(input_ids)
-        return logits
+        return self.built(input_ids)
 
     def flops_per_sample(self, sequence_length: int | None = None) -> int:
         """Return the model operations, forward and backward, of one training sequence.

@@ -218,8 +218,7 @@ class LitHuggingFace(LitTokens):
 
     @staticmethod
     def _logits_of_zeros(model: Any, length: int) -> Tensor:
-        logits: Tensor = model(input_ids=torch.zeros(1, length, dtype=torch.long)).logits
-        return logits
+        return model(input_ids=torch.zeros(1, length, dtype=torch.long)).logits
 
     def initial_weights(self) -> InitialWeights | None:
         """Return the source of the model's weights; None if initial values are drawn."""
@@ -287,8 +286,7 @@ class LitHuggingFace(LitTokens):
 
         ``others`` are further arguments of the model.
         """
-        logits: Tensor = self._run(input_ids=input_ids, **others).logits
-        return logits
+        return self._run(input_ids=input_ids, **others).logits
 
     def token_losses(self, batch: Batch) -> Tensor:
         """Return the loss of each label (b, s), 0 where it is ignored, float32."""

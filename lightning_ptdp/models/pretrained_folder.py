@@ -282,5 +282,4 @@ def weight_map(folder: Path) -> dict[str, str]:
         ValueError: It is damaged.
     """
     index = read_json(folder / INDEX_FILE, most_bytes=_MOST_INDEX, linked=hub_blobs(folder))
-    files: dict[str, str] = _WEIGHT_MAP(index)["weight_map"]
-    return files
+    return _WEIGHT_MAP(index)["weight_map"]

@@ -57,8 +57,7 @@ def flops_per_sample(
     length = config.sequence_length if sequence_length is None else sequence_length
 
     def run(model: nn.Module, length: int) -> Tensor:
-        logits: Tensor = model(torch.zeros(1, length, dtype=torch.long))
-        return logits
+        return model(torch.zeros(1, length, dtype=torch.long))
 
     operations = count_once(lambda: _built(config), run, length)
     head = 2 * length * config.hidden_size * config.vocabulary_size

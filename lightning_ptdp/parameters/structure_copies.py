@@ -33,8 +33,7 @@ def without_tensors(model: nn.Module) -> nn.Module:
     tensors, modules and containers of these are copied, because a forward may leave state in them.
     All other attributes are the same objects as in the model.
     """
-    copy: nn.Module = _copy(model, {})
-    return copy
+    return _copy(model, {})
 
 
 def shallow_copy(module: nn.Module) -> nn.Module:

@@ -265,8 +265,7 @@ def _attend(
 ) -> Tensor:
     causal = is_causal and attn_mask is None
     recorder.attention(query, key, value, causal=causal, dropout=dropout_p > 0)
-    result: Tensor = _Attention.apply(recorder, query, key, value)
-    return result
+    return _Attention.apply(recorder, query, key, value)
 
 
 def _drop(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -315,8 +314,7 @@ def _visited(
     module: nn.Module, x_nh: Tensor, index_nk: Tensor, weights_nk: Tensor, **_: object
 ) -> Tensor:
     vars(module)["_visits"] = (index_nk.size(-1), x_nh.size(-1))
-    result: Tensor = _Visit.apply(x_nh, weights_nk)
-    return result
+    return _Visit.apply(x_nh, weights_nk)
 
 
 def _normed(module: nn.RMSNorm, x: Tensor) -> Tensor:

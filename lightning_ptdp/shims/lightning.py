@@ -351,8 +351,7 @@ def set_restored_path(trainer: Trainer, path: str) -> None:
 
 def dump_checkpoint(trainer: Trainer) -> dict[str, Any]:
     """Return the content of a checkpoint, which ``save_checkpoint`` would write."""
-    content: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-    return content
+    return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
 
 
 def requeue_handler(trainer: Trainer) -> Callable[[int, FrameType | None], None]:
@@ -360,10 +359,7 @@ def requeue_handler(trainer: Trainer) -> Callable[[int, FrameType | None], None]
 
     Lightning does not register it if the signal already has a handler.
     """
-    handler: Callable[[int, FrameType | None], None] = (
-        trainer._signal_connector._slurm_sigusr_handler_fn
-    )
-    return handler
+    return trainer._signal_connector._slurm_sigusr_handler_fn
 
 
 def announce_sigterm(trainer: Trainer) -> None:

@@ -7,7 +7,7 @@ demand. tests/huggingface/test_quantized.py and tests/test_fp8.py check the name
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -150,7 +150,7 @@ def _dense(layer: Any, elements: Tensor) -> Tensor:
     names, attributes = kind.__tensor_flatten__(weight)
     parts = {name: getattr(weight, name) for name in names} | {"qdata": elements}
     whole: Any = kind.__tensor_unflatten__(parts, attributes, weight.shape, weight.stride())
-    return cast(Tensor, whole.dequantize())
+    return whole.dequantize()
 
 
 Role = Literal["input", "weight", "grad_output"]
@@ -207,7 +207,7 @@ def scaled(
     from torchao.float8.float8_training_tensor import GemmInputRole
 
     cast = getattr(recipe.config, f"cast_config_{role}")
-    operand: Tensor = hp_tensor_to_float8_dynamic(
+    return hp_tensor_to_float8_dynamic(
         tensor,
         cast.target_dtype,
         recipe.padded if pads else recipe.products,
@@ -216,7 +216,6 @@ def scaled(
         axiswise_dim=get_maybe_axiswise_dim(dim, cast.scaling_granularity),
         round_scales_to_power_of_2=recipe.config.round_scales_to_power_of_2,
     )
-    return operand
 
 
 def weight_scale(largest: Tensor, recipe: Recipe) -> Tensor:
@@ -224,8 +223,7 @@ def weight_scale(largest: Tensor, recipe: Recipe) -> Tensor:
     from torchao.float8.float8_utils import amax_to_scale
 
     dtype = recipe.config.cast_config_weight.target_dtype
-    scale: Tensor = amax_to_scale(largest, dtype, recipe.config.round_scales_to_power_of_2)
-    return scale
+    return amax_to_scale(largest, dtype, recipe.config.round_scales_to_power_of_2)
 
 
 def rounded_weight(values: Tensor, scale: Tensor, recipe: Recipe) -> Tensor:
@@ -233,15 +231,11 @@ def rounded_weight(values: Tensor, scale: Tensor, recipe: Recipe) -> Tensor:
     from torchao.float8.float8_training_tensor import hp_tensor_and_scale_to_float8
 
     dtype = recipe.config.cast_config_weight.target_dtype
-    rounded: Tensor = hp_tensor_and_scale_to_float8(values, scale, dtype)._data
-    return rounded
+    return hp_tensor_and_scale_to_float8(values, scale, dtype)._data
 
 
 def weight_operand(rounded: Tensor, scale: Tensor, dtype: torch.dtype, recipe: Recipe) -> Tensor:
     """Return a weight that is in float8, and was in ``dtype``, as operand of a product."""
     from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
 
-    operand: Tensor = Float8TrainingTensor(
-        rounded, scale, dtype, recipe.products, GemmInputRole.WEIGHT
-    )
-    return operand
+    return Float8TrainingTensor(rounded, scale, dtype, recipe.products, GemmInputRole.WEIGHT)

@@ -300,8 +300,7 @@ def grouped_product(
     """
     if x.size(0) and _has_grouped_kernel(x, matrices):
         return nn.functional.grouped_mm(x, matrices, offs=ends)
-    product: torch.Tensor = _ProductsInTurn.apply(x, matrices, sizes())
-    return product
+    return _ProductsInTurn.apply(x, matrices, sizes())
 
 
 def _has_grouped_kernel(x: torch.Tensor, matrices: torch.Tensor) -> bool:

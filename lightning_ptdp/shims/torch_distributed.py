@@ -85,10 +85,7 @@ def reduce_scatter_product(
 
     Each member's part is sent to it while the next one is computed.
     """
-    summed: torch.Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(
-        x, matrix, "sum", dim, group
-    )
-    return summed
+    return torch.ops.symm_mem.fused_matmul_reduce_scatter(x, matrix, "sum", dim, group)
 
 
 def start_traced(name: str, x: torch.Tensor, *arguments: object) -> torch.Tensor:
@@ -97,14 +94,12 @@ def start_traced(name: str, x: torch.Tensor, *arguments: object) -> torch.Tensor
     It is one of torch's functional collectives, whose Python functions are private and create
     tensor subclasses. The result must not be read before ``wait_traced``.
     """
-    result: torch.Tensor = getattr(torch.ops._c10d_functional, name)(x, *arguments)
-    return result
+    return getattr(torch.ops._c10d_functional, name)(x, *arguments)
 
 
 def wait_traced(x: torch.Tensor) -> torch.Tensor:
     """Wait for ``start_traced`` and return its result."""
-    result: torch.Tensor = torch.ops._c10d_functional.wait_tensor(x)
-    return result
+    return torch.ops._c10d_functional.wait_tensor(x)
 
 
 def resolve_group(name: str) -> dist.ProcessGroup:

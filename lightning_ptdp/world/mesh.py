@@ -66,8 +66,7 @@ class Group:
     @property
     def name(self) -> str:
         """Return the name by which torch finds the group in this process."""
-        name: str = self.handle.group_name
-        return name
+        return self.handle.group_name
 
     def gather(self, value: T) -> list[T]:
         """Return the ``value`` of every member; collective."""

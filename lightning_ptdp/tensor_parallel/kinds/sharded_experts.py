@@ -138,8 +138,7 @@ class ExpertsForward(OwnForward):
                 parameter[:0].sum() for _, parameter in nn.Module.named_parameters(self.module)
             )
         ones = rows.new_ones(rows.size(0), 1)
-        result: Tensor = self.original(rows, routed.experts_r[:, None], ones)
-        return result
+        return self.original(rows, routed.experts_r[:, None], ones)
 
     def _own(self, x: Tensor) -> Tensor:
         """Return this rank's part of the tokens, padded to a multiple of the group's size."""
