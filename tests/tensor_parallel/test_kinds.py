@@ -10,7 +10,6 @@ from torch import nn
 from lightning_ptdp.tensor_parallel import Kind, ParallelPlan
 from lightning_ptdp.tensor_parallel.collectives import copy, gather_last
 from lightning_ptdp.tensor_parallel.kinds import check_divides
-from lightning_ptdp.tensor_parallel.kinds.kind import shape_text
 from lightning_ptdp.tensor_parallel.tensor_shards import shard_columns
 from lightning_ptdp.world.mesh import Group
 from tests.tensor_parallel.sharded import apply_plan
@@ -22,9 +21,9 @@ class ByOutput(Kind):
     """``nn.Bilinear`` split by output features, with a gathered output."""
 
     takes = "nn.Bilinear"
-
-    def fits(self, module):
-        return isinstance(module, nn.Bilinear)
+    types = (nn.Bilinear,)
+    sharding = "by output, gathered"
+    split_dim = 0
 
     def check(self, name, module, size):
         check_divides(name, "out_features", module.get_parameter("weight").size(0), size)
@@ -39,9 +38,6 @@ class ByOutput(Kind):
 
     def build(self, module, local, place):
         return _OwnOutputs(local["weight"], local["bias"], place.group)
-
-    def describe(self, key, shape, *, outputs_last):
-        return shape_text(shape, 0), "by output, gathered"
 
 
 class _OwnOutputs(nn.Module):

@@ -88,6 +88,7 @@ class Kind:
         name: Name in plans; "" if it has none.
         axis: Axis over whose ranks it splits.
         takes: Description of the module types that it accepts; "" for any.
+        types: These types, if ``fits`` needs no other condition.
         parameters: Names of the parameters that a module may have; None: any.
         ties: Modules that may share a weight with this one. "same": modules of the same kind.
             "whole": modules that keep the weight whole. "any": all modules (another name of the
@@ -98,11 +99,14 @@ class Kind:
         keeps_children: True if the modules inside remain modules of their own.
         pads: True if the first dimension is padded to a multiple of the group's size.
         sharding: Description of its parameters, for ``describe``.
+        split_dim: Dimension along which it splits all of them, for ``describe``; None: another one
+            for each, or none.
     """
 
     name: ClassVar[str] = ""
     axis: ClassVar[SplitAxis] = "tensor"
     takes: ClassVar[str] = ""
+    types: ClassVar[tuple[type[nn.Module], ...]] = (nn.Module,)
     parameters: ClassVar[frozenset[str] | None] = frozenset(("weight", "bias"))
     ties: ClassVar[Literal["same", "whole", "any"]] = "same"
     region_part: ClassVar[bool] = False
@@ -111,6 +115,7 @@ class Kind:
     keeps_children: ClassVar[bool] = False
     pads: ClassVar[bool] = False
     sharding: ClassVar[str] = "whole; gradient partial under sequence parallelism"
+    split_dim: ClassVar[int | None] = None
 
     def at(self, degrees: Mapping[str, int]) -> Kind | None:
         """Return the kind for these degrees of ``SPLIT_AXES``, or None if it splits nothing."""
@@ -120,7 +125,7 @@ class Kind:
 
     def fits(self, module: nn.Module) -> bool:
         """Return True if the module is of a type in ``takes``."""
-        return True
+        return isinstance(module, self.types)
 
     def misfit(self, module: nn.Module) -> str | None:
         """Return why the module's type cannot be sharded, or None if it can."""
@@ -203,7 +208,7 @@ class Kind:
 
     def describe(self, key: str, shape: Sequence[int], *, outputs_last: bool) -> tuple[str, str]:
         """Return (shape on one of t ranks, description) for the parameter ``key`` of a module."""
-        return shape_text(shape), self.sharding
+        return shape_text(shape, self.split_dim, self.axis[0]), self.sharding
 
     def of_child(self, name: str) -> Kind | None:
         """Return the kind of a child that this one also shards, for ``describe``."""
@@ -256,7 +261,7 @@ def check_embedding(name: str, module: nn.Module, size: int) -> None:
             )
 
 
-def shape_text(shape: Sequence[object] | Tensor, dim: int | None = None) -> str:
+def shape_text(shape: Sequence[object] | Tensor, dim: int | None = None, letter: str = "t") -> str:
     """Format ``(8, 4)``, or with ``dim=0`` ``(8/t, 4)``."""
-    sizes = [f"{size}/t" if index == dim else str(size) for index, size in enumerate(shape)]
+    sizes = [f"{size}/{letter}" if index == dim else str(size) for index, size in enumerate(shape)]
     return f"({', '.join(sizes)})"

@@ -7,7 +7,7 @@ Shapes: b samples, s tokens, e embedding features, n heads, d = e / n.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_ptdp.attention import additive
 from lightning_ptdp.parameters.placement import Placement
-from lightning_ptdp.tensor_parallel.kinds.kind import Kind, ModulePlace, check_divides, shape_text
+from lightning_ptdp.tensor_parallel.kinds.kind import Kind, ModulePlace, check_divides
 from lightning_ptdp.tensor_parallel.kinds.linear_kinds import Row
 from lightning_ptdp.tensor_parallel.linear import ParallelLayer, RowParallelLinear
 from lightning_ptdp.world.mesh import Group
@@ -155,10 +155,10 @@ class AttentionHeads(Kind):
 
     name = "attention"
     takes = "nn.MultiheadAttention"
+    types = (nn.MultiheadAttention,)
     parameters = None
-
-    def fits(self, module: nn.Module) -> bool:
-        return isinstance(module, nn.MultiheadAttention)
+    sharding = "column: q, k and v, each split by heads"
+    split_dim = 0
 
     def check(self, name: str, module: nn.Module, size: int) -> None:
         assert isinstance(module, nn.MultiheadAttention)
@@ -198,9 +198,6 @@ class AttentionHeads(Kind):
             module=module,
             **options,
         )
-
-    def describe(self, key: str, shape: Sequence[int], *, outputs_last: bool) -> tuple[str, str]:
-        return shape_text(shape, 0), "column: q, k and v, each split by heads"
 
     def of_child(self, name: str) -> Kind | None:
         return Row() if name == "out_proj" else None

@@ -26,7 +26,7 @@ from lightning_ptdp.forward.own_forward import OwnForward, replace_forward, repl
 from lightning_ptdp.forward.surroundings import Contexts, Forward, Surrounding
 from lightning_ptdp.parameters.placement import Placement
 from lightning_ptdp.tensor_parallel.collectives import copy, join_sequence, reduce, split_sequence
-from lightning_ptdp.tensor_parallel.kinds.kind import Kind, ModulePlace, check_divides, shape_text
+from lightning_ptdp.tensor_parallel.kinds.kind import Kind, ModulePlace, check_divides
 from lightning_ptdp.tensor_parallel.tensor_shards import shard_columns, shard_twice
 from lightning_ptdp.world.mesh import Group
 
@@ -174,6 +174,8 @@ class Experts(Kind):
         "indices, weights)"
     )
     parameters = None
+    sharding = "experts: distributed"
+    split_dim = 0
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -263,6 +265,3 @@ class Experts(Kind):
             splits_experts=self.split_over > 1,
         )
         return super().build(module, local, place)
-
-    def describe(self, key: str, shape: Sequence[int], *, outputs_last: bool) -> tuple[str, str]:
-        return shape_text(shape, 0).replace("/t", "/e"), "experts: distributed"

@@ -165,10 +165,8 @@ class Vocabulary(Kind):
 
     name = "vocabulary"
     takes = "nn.Embedding or nn.Linear"
+    types = (nn.Embedding, nn.Linear)
     pads = True
-
-    def fits(self, module: nn.Module) -> bool:
-        return isinstance(module, nn.Embedding | nn.Linear)
 
     def check(self, name: str, module: nn.Module, size: int) -> None:
         check_embedding(name, module, size)
@@ -203,10 +201,8 @@ class Position(Kind):
     name = "position"
     sharding = f"position: {Kind.sharding}"
     takes = "nn.Embedding"
+    types = (nn.Embedding,)
     ties = "whole"
-
-    def fits(self, module: nn.Module) -> bool:
-        return isinstance(module, nn.Embedding)
 
     def check(self, name: str, module: nn.Module, size: int) -> None:
         check_embedding(name, module, size)
