@@ -84,27 +84,40 @@ def _encoder(
     )
 
 
-def _decoder(prefix: str, base: str, blocks: str, block: Block, **more: Any) -> Family:
+def _vision(prefix: str, base: str, blocks: str = "layers") -> Family:
+    after = ("layernorm", "pooler")
+    return _encoder(prefix, base, blocks, _VIT, after=after, why_not=_PATCHES)
+
+
+def _decoder(
+    prefix: str,
+    base: str = "transformer",
+    blocks: str = "h",
+    *,
+    block: Block,
+    after: tuple[str, ...] = ("ln_f",),
+    **more: Any,
+) -> Family:
     classes = tuple(f"{prefix}{end}" for end in ("Model", "ForCausalLM", "LMHeadModel"))
-    return Family(classes=classes, base=base, blocks={blocks: block}, **more)
+    return Family(classes=classes, base=base, blocks={blocks: block}, after=after, **more)
 
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "gpt2": _decoder(
-            "GPT2", "transformer", blocks="h", block=_GPT2, after=("ln_f",), numbers=per_rank("attn", "split_size", "num_heads"),
+            "GPT2", block=_GPT2, numbers=per_rank("attn", "split_size", "num_heads"),
         ),
         "gpt_bigcode": _decoder(
-            "GPTBigCode", "transformer", blocks="h", after=("ln_f",),
+            "GPTBigCode",
             block={**_GPT2, **attention("attn", "c_attn", "c_proj", by=of.falcon_fused)},
             numbers=lambda config: per_rank("attn", "embed_dim", "num_key_value_groups" if config.multi_query else "num_heads"),
         ),
         "gptj": _decoder(
-            "GPTJ", "transformer", blocks="h", after=("ln_f",), numbers=per_rank("attn", "num_attention_heads"),
+            "GPTJ", numbers=per_rank("attn", "num_attention_heads"),
             block={**attention("attn", out="out_proj"), **feed_forward("mlp.fc_in", "mlp.fc_out")},
         ),
         "gpt_neo": _decoder(
-            "GPTNeo", "transformer", blocks="h", after=("ln_f",), numbers=per_rank("attn.attention", "num_heads"),
+            "GPTNeo", numbers=per_rank("attn.attention", "num_heads"),
             block={**attention("attn.attention", out="out_proj"), **feed_forward("mlp.c_fc", "mlp.c_proj")},
         ),
         "stablelm": _decoder(
@@ -135,7 +148,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             },
         ),
         "falcon": _decoder(
-            "Falcon", "transformer", blocks="h", after=("ln_f",),
+            "Falcon",
             block={
                 **_BLOOM,
                 **attention("self_attention", "query_key_value", "dense", by=of.falcon_fused),
@@ -146,7 +159,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             },
         ),
         "bloom": _decoder(
-            "Bloom", "transformer", blocks="h", after=("ln_f",), numbers=per_rank("self_attention", "num_heads"),
+            "Bloom", numbers=per_rank("self_attention", "num_heads"),
             block={**_BLOOM, **attention("self_attention", "query_key_value", "dense", region=of.with_bias("alibi"))},
         ),
         "mpt": _decoder(
@@ -200,13 +213,11 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                             "so there is no first and last layer",
             },
         ),
-        "vit": _encoder("ViT", "vit", blocks="layers", block=_VIT, after=("layernorm", "pooler"), why_not=_PATCHES),
-        "deit": _encoder("DeiT", "deit", blocks="layers", block=_VIT, after=("layernorm", "pooler"), why_not=_PATCHES),
-        "beit": _encoder("Beit", "beit", blocks="layers", block=_VIT, after=("layernorm", "pooler"), why_not=_PATCHES),
-        "dinov2": _encoder("Dinov2", "dinov2", block=_VIT, after=("layernorm",), why_not=_PATCHES),
-        "audio_spectrogram_transformer": _encoder(
-            "AST", "audio_spectrogram_transformer", blocks="layers", block=_VIT, after=("layernorm",), why_not=_PATCHES
-        ),
+        "vit": _vision("ViT", "vit"),
+        "deit": _vision("DeiT", "deit"),
+        "beit": _vision("Beit", "beit"),
+        "dinov2": _vision("Dinov2", "dinov2", blocks="encoder.layer"),
+        "audio_spectrogram_transformer": _vision("AST", "audio_spectrogram_transformer"),
         "wav2vec2": Family(
             classes=("Wav2Vec2Model", "Wav2Vec2ForCTC"), base="wav2vec2", blocks={"encoder.layers": _SPEECH}, after=("adapter",),
             why_not=_FRAMES,
