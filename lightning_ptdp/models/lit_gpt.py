@@ -90,11 +90,6 @@ class LitGPT(LitTransformer, LitTokens):
         """
         return flops_per_sample(self.config, sequence_length=sequence_length)
 
-    def token_losses(self, batch: Batch) -> Tensor:
-        """Return the loss of each label (b, s), 0 where it is ignored."""
-        losses_bs, _ = self._losses(batch)
-        return losses_bs
-
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         """Return the mean loss and its number of tokens.
 

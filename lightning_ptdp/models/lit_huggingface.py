@@ -288,11 +288,6 @@ class LitHuggingFace(LitTokens):
         """
         return self._run(input_ids=input_ids, **others).logits
 
-    def token_losses(self, batch: Batch) -> Tensor:
-        """Return the loss of each label (b, s), 0 where it is ignored, float32."""
-        losses_bs, _ = self._losses(batch)
-        return losses_bs
-
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         """Return the mean loss and its number of tokens.
 

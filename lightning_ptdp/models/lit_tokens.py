@@ -122,7 +122,7 @@ class LitTransformer(LitModel):
 
 
 class LitTokens(LitModel):
-    """Common base of all models that predict tokens; a model defines ``token_losses``.
+    """Common base of all models that predict tokens.
 
     Their loss is the mean over labelled tokens.
 
@@ -135,12 +135,13 @@ class LitTokens(LitModel):
         self.val_perplexity = Perplexity()
 
     @abstractmethod
+    def _losses(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """Return the loss of each label (b, s), 0 where it is ignored, and auxiliary losses."""
+
     def token_losses(self, batch: Batch) -> Tensor:
         """Return the loss of each label (b, s), 0 where it is ignored."""
-
-    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
-        """Return the mean loss and its number of tokens."""
-        return self.mean_loss(self.token_losses(batch), batch, "train_loss")
+        losses_bs, _ = self._losses(batch)
+        return losses_bs
 
     def validation_step(
         self, batch: Batch, batch_idx: int, dataloader_idx: int = 0
