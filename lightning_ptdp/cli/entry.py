@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
+from lightning_ptdp.base.garbage_collection import garbage_collection_paused
 from lightning_ptdp.base.option_types import nearest
 from lightning_ptdp.base.requirements import check_core
 from lightning_ptdp.cli.command_line import CONFIGURED
@@ -24,7 +25,6 @@ from lightning_ptdp.cli.failures import (
     users_line,
     worker_failure,
 )
-from lightning_ptdp.cli.imports import garbage_collection_paused
 from lightning_ptdp.cli.launcher import wants_launcher
 from lightning_ptdp.cli.short_help import short_help
 from lightning_ptdp.version import __version__

@@ -2,28 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 _NOT_FOR_US = ("matplotlib", "scipy", "torchvision", "transformers")
-
-
-@contextmanager
-def garbage_collection_paused() -> Iterator[None]:
-    """Disable garbage collection while the block imports modules.
-
-    The objects that imports create stay alive. Repeated collections that visit them would take a
-    fifth of the import time.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def import_torchmetrics_alone() -> None:

@@ -12,6 +12,7 @@ from typing import Any, get_args, get_type_hints
 
 import yaml
 
+from lightning_ptdp.base.garbage_collection import garbage_collection_paused
 from lightning_ptdp.base.output import columns
 from lightning_ptdp.cli.command_line import CONFIG, options_on, verb_parser
 from lightning_ptdp.cli.config_files import (
@@ -29,7 +30,7 @@ from lightning_ptdp.cli.config_files import (
     value_at,
 )
 from lightning_ptdp.cli.failures import UserError
-from lightning_ptdp.cli.imports import garbage_collection_paused, import_torchmetrics_alone
+from lightning_ptdp.cli.imports import import_torchmetrics_alone
 from lightning_ptdp.world.layout import ParallelLayout
 
 # The first line of every recipe. A test compares the count with the model's.

@@ -23,8 +23,7 @@ class _BeforeLightning:
             imports = runpy.run_path(
                 str(Path(__file__).parents[2] / "lightning_ptdp" / "cli" / "imports.py")
             )
-            with imports["garbage_collection_paused"]():
-                imports["import_torchmetrics_alone"]()
+            imports["import_torchmetrics_alone"]()
 
 
 sys.meta_path.insert(0, _BeforeLightning())

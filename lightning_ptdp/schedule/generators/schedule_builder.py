@@ -5,14 +5,12 @@ Errors name the mistake and its fix.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import gc
 import itertools
-from collections.abc import Iterator
 from typing import TypeGuard
 
 from lightning_ptdp.base.errors import did_you_mean
+from lightning_ptdp.base.garbage_collection import garbage_collection_paused
 from lightning_ptdp.base.option_types import Size, check_arguments
 from lightning_ptdp.schedule.actions import Action, Schedule
 from lightning_ptdp.schedule.generators.compute_orders import (
@@ -86,7 +84,7 @@ def build_schedule(
     )
     if name == "auto":
         name = _found(name, v).name
-    with _without_collections():
+    with garbage_collection_paused():
         return _build(name, p, v, m, training, group_size, max_gathered_chunks)
 
 
@@ -288,22 +286,6 @@ def _training(
                 "Use Action.parse"
             )
     return Schedule(spec.name, p, v, m, orders, spec.placement)
-
-
-@contextlib.contextmanager
-def _without_collections() -> Iterator[None]:
-    """Disable garbage collection for the duration of the context.
-
-    A large schedule has millions of objects that all stay alive, and each collection would visit
-    all of them again.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 @functools.lru_cache(maxsize=8)
