@@ -263,14 +263,15 @@ def check_held(ranks: Sequence[Iterable[Held]], doing: str) -> dict[str, TensorE
     """
     first_seen: dict[str, tuple[TensorEntry, int]] = {}
     by_name: dict[str, set[Rectangle]] = {}
-    for rank, item in ((rank, item) for rank, items in enumerate(ranks) for item in items):
-        entry, first = first_seen.setdefault(item.name, (item.entry, rank))
-        if entry != item.entry:
-            raise CheckpointError(
-                f"{item.name!r} is {entry.dtype} of full shape {entry.shape} on rank {first}, but "
-                f"{item.entry.dtype} of {item.entry.shape} on rank {rank}"
-            )
-        by_name.setdefault(item.name, set()).add(item.place)
+    for rank, items in enumerate(ranks):
+        for item in items:
+            entry, first = first_seen.setdefault(item.name, (item.entry, rank))
+            if entry != item.entry:
+                raise CheckpointError(
+                    f"{item.name!r} is {entry.dtype} of full shape {entry.shape} on rank {first}, "
+                    f"but {item.entry.dtype} of {item.entry.shape} on rank {rank}"
+                )
+            by_name.setdefault(item.name, set()).add(item.place)
     for name, places in by_name.items():
         check_cover(name, first_seen[name][0].shape, places, doing)
     return {name: entry for name, (entry, _) in first_seen.items()}
@@ -284,9 +285,10 @@ def choose_writers(ranks: Sequence[Iterable[Held]]) -> list[set[tuple[str, Recta
     """
     holders: dict[tuple[str, Rectangle], list[int]] = {}
     sizes: dict[tuple[str, Rectangle], int] = {}
-    for rank, item in ((rank, item) for rank, items in enumerate(ranks) for item in items):
-        holders.setdefault((item.name, item.place), []).append(rank)
-        sizes[item.name, item.place] = item.num_bytes
+    for rank, items in enumerate(ranks):
+        for item in items:
+            holders.setdefault((item.name, item.place), []).append(rank)
+            sizes[item.name, item.place] = item.num_bytes
     shares: list[set[tuple[str, Rectangle]]] = [set() for _ in ranks]
     load = [0] * len(ranks)
     # Rectangles with only one holder are assigned first.
