@@ -18,6 +18,7 @@ from lightning_ptdp.data_parallel import (
     elementwise,
 )
 from lightning_ptdp.data_parallel.elementwise import equivalent_optimizer
+from tests.data_parallel.optimizers import OPTIMIZERS
 
 FLAT = Cut(option="shard='optimizer'", dims=2, along="flat")
 ROWS = Cut(option="tensor_parallel_size=2", dims=2, along=0)
@@ -171,21 +172,11 @@ class Wrapped(Optimizer):
         return self.inner.step(closure)
 
 
-ELEMENTWISE = {
-    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True),
-    "adamw foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
-    "adamw fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
-    "adamw, tensor lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-2)),
+ELEMENTWISE = OPTIMIZERS | {
     "adam": torch.optim.Adam,
     "adamax": torch.optim.Adamax,
-    "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True),
-    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2, initial_accumulator_value=0.1),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-2, centered=True),
-    "nadam": torch.optim.NAdam,
     "radam": torch.optim.RAdam,
-    "rprop": torch.optim.Rprop,
     "asgd": torch.optim.ASGD,
-    "adadelta": torch.optim.Adadelta,
     "lion": Lion,
 }
 MIXING = [

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_ptdp.data_parallel import reduction
 from lightning_ptdp.forward.deferred_weight_gradients import WeightGradients
 from tests.letters import D, M, P, R, S, T, V, Z
-from tests.parity import assert_near, distance
+from tests.parity import assert_near, assert_weights_near, distance
 from tests.tiny_gpt import LitTiny, Run
 
 pytestmark = [pytest.mark.thorough, pytest.mark.filterwarnings("ignore:fp8 on a CPU")]
@@ -47,8 +47,7 @@ def test_training_equals_that_of_whole_weights(name, precision, parity):
             assert distance(other["final"], one["final"], one["initial"]) < 1e-3
             continue
         assert one["losses"] == other["losses"]
-        for key, value in one["final"].items():
-            assert torch.equal(value, other["final"][key]), key
+        assert_weights_near(other["final"], one["final"], tolerance=0)
 
 
 class Penalized(LitTiny):
@@ -108,8 +107,7 @@ def test_other_code_has_unrounded_weights(module, parity):
     )
     for one, other in zip(whole, gathered, strict=True):
         assert one["losses"] == other["losses"]
-        for key, value in one["final"].items():
-            assert torch.equal(value, other["final"][key]), key
+        assert_weights_near(other["final"], one["final"], tolerance=0)
 
 
 @dataclass(frozen=True, kw_only=True)
