@@ -4,6 +4,7 @@ import json
 import re
 import signal
 import zipfile
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -227,14 +228,21 @@ ENDLESS = [
 ]
 
 
-@pytest.mark.parametrize(("sent", "expected"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_signal_saves_checkpoint_and_ends_all_processes(config, tmp_path, sent, expected):
+@contextmanager
+def endless_fit(config, tmp_path):
+    """A training that has saved a checkpoint and goes on."""
     with forked_session(
         ["lightning_ptdp", "fit", "--config", config, *ENDLESS], folder=tmp_path
     ) as fit:
         fit.wait_until(
             lambda: list(tmp_path.glob("runs/tiny/*/checkpoints/latest")), "a checkpoint"
         )
+        yield fit
+
+
+@pytest.mark.parametrize(("sent", "expected"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_signal_saves_checkpoint_and_ends_all_processes(config, tmp_path, sent, expected):
+    with endless_fit(config, tmp_path) as fit:
         assert len(fit.alive) >= 3
         fit.process.send_signal(sent)
         assert fit.finish(60) == expected, fit.output
@@ -246,12 +254,7 @@ def test_signal_saves_checkpoint_and_ends_all_processes(config, tmp_path, sent, 
 
 
 def test_killed_rank_ends_run_with_short_error(config, tmp_path):
-    with forked_session(
-        ["lightning_ptdp", "fit", "--config", config, *ENDLESS], folder=tmp_path
-    ) as fit:
-        fit.wait_until(
-            lambda: list(tmp_path.glob("runs/tiny/*/checkpoints/latest")), "a checkpoint"
-        )
+    with endless_fit(config, tmp_path) as fit:
         psutil.Process(fit.process.pid).children()[1].kill()
         assert fit.finish(60) == 1, fit.output
     last = fit.output.splitlines()[-1]

@@ -133,26 +133,27 @@ def calls_of(rank, place):
     return logger.calls, printed.getvalue().count("begun")
 
 
-@pytest.mark.parametrize("name", PLACES)
-def test_rank_zero_gets_calls_of_one_process(name, conformance):
-    ranks = conformance.ranks(calls_of, PLACES[name])
+def calls_of_rank_zero(place, conformance):
+    """Its calls and those of one process; the other ranks make none."""
+    ranks = conformance.ranks(calls_of, place)
     ((expected, begun),) = conformance.expected(calls_of, ONE)
     assert sorted(count for _, count in ranks) == [*[0] * (len(ranks) - 1), begun]
     found, *others = (calls for calls, _ in ranks)
     assert len(found) == len(expected) > 20
+    assert not any(others)
+    return found, expected
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_rank_zero_gets_calls_of_one_process(name, conformance):
+    found, expected = calls_of_rank_zero(PLACES[name], conformance)
     for (text, numbers), (wanted, values) in zip(found, expected, strict=True):
         assert text == wanted
         assert numbers == pytest.approx(values, rel=1e-4, abs=1e-4)
-    assert not any(others)
 
 
 def test_only_first_replica_logs(conformance):
-    ranks = conformance.ranks(calls_of, LAYOUTS["d2p2 sharded"])
-    ((expected, begun),) = conformance.expected(calls_of, ONE)
-    assert sorted(count for _, count in ranks) == [*[0] * (len(ranks) - 1), begun]
-    found, *others = (calls for calls, _ in ranks)
-    assert len(found) == len(expected)
-    assert not any(others)
+    calls_of_rank_zero(LAYOUTS["d2p2 sharded"], conformance)
 
 
 class LitUnsendable(LitBlocks):

@@ -10,12 +10,11 @@ from lightning_ptdp.models.plans import find_plan
 from lightning_ptdp.parameters.placement import slice_full
 from lightning_ptdp.tensor_parallel import gather_full
 from tests.huggingface.runs import Samples, make_model
+from tests.models.hf_models import randomized
 from tests.tensor_parallel.sharded import apply_plan
 from tests.tensor_parallel.toy import counted_collectives, tensor_group, whole_gradient
 
 pytestmark = pytest.mark.thorough
-
-pytest.importorskip("transformers")
 
 ALL = r".*(_proj|lm_head|embed_tokens)"
 SOME = {
@@ -53,17 +52,6 @@ MODELS = {
 }
 
 
-def randomized(model):
-    """Randomize all weights, because zero biases and unit norms would hide mistakes."""
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(
-                torch.randn(parameter.shape, generator=generator) * 0.2 + (parameter.dim() == 1)
-            )
-    return model.double()
-
-
 def outputs(model, kind):
     """Return the full logits, a loss in their precision, and the model's own loss, which decoders
     compute in float32."""
@@ -87,6 +75,7 @@ def check_model(rank, name):
             **options,
         )
     )
+    reference.double().train()
     expected_logits, expected_loss, expected_own = outputs(reference, kind)
     limit = 1e-7 if kind in ("llama", "t5") else 1e-10  # its norms compute in float32
     expected_loss.backward()

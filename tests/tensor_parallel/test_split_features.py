@@ -226,19 +226,23 @@ def refused(rank, run):
     return str(error.value)
 
 
+@pytest.fixture
+def messages(pool, name):
+    """What each tensor rank says when it refuses the case."""
+    return pool.run(refused, world_size=2, args=(Run(case=name).on((2, {T: 2})),))
+
+
 @pytest.mark.parametrize("name", REFUSED)
-def test_function_of_split_features_is_refused_with_its_line(name, pool):
-    run = Run(case=name).on((2, {T: 2}))
-    for message in pool.run(refused, world_size=2, args=(run,)):
+def test_function_of_split_features_is_refused_with_its_line(name, messages):
+    for message in messages:
         assert "test_split_features.py, line" in message
         assert f"calls {name} over the features of 'h.0.up'" in message
 
 
 @pytest.mark.parametrize("name", OF_HEADS)
-def test_heads_of_whole_layer_are_refused_with_remedy(name, pool):
-    run = Run(case=name).on((2, {T: 2}))
+def test_heads_of_whole_layer_are_refused_with_remedy(name, messages):
     wrong = WRONG_HEADS.get(name, "which Heads.heads counts")
-    for message in pool.run(refused, world_size=2, args=(run,)):
+    for message in messages:
         assert "calls reshape" in message and wrong in message
         assert "'h.0.up'" in message and "reshape(..., -1, head_size)" in message
 
@@ -249,20 +253,18 @@ def test_functions_of_own_features_match_single_process(name, parity):
 
 
 @pytest.mark.parametrize("name", UNDECLARED)
-def test_undeclared_parameter_of_split_features_is_refused(name, pool):
+def test_undeclared_parameter_of_split_features_is_refused(name, messages):
     """Each rank would get a part of its gradient, without an error."""
     _, function, parameter = UNDECLARED[name]
-    run = Run(case=name).on((2, {T: 2}))
-    for message in pool.run(refused, world_size=2, args=(run,)):
+    for message in messages:
         assert f"calls {function} on features of 'h.0.up'" in message
         assert f"on 'h.0.extra.{parameter}'" in message
         assert "Declare its module as 'partial'" in message
 
 
 @pytest.mark.parametrize("name", LARGER)
-def test_tensor_of_all_features_is_refused(name, pool):
+def test_tensor_of_all_features_is_refused(name, messages):
     _, shape = LARGER[name]
-    run = Run(case=name).on((2, {T: 2}))
-    for message in pool.run(refused, world_size=2, args=(run,)):
+    for message in messages:
         assert "calls mul on tensors" in message and shape in message
         assert "of one and of all 2 tensor ranks" in message
