@@ -3,7 +3,7 @@
 import weakref
 from collections import Counter
 from dataclasses import dataclass
-from typing import get_args
+from typing import ClassVar, get_args
 from unittest import mock
 
 import lightning.pytorch as L
@@ -52,13 +52,25 @@ ACCUMULATING = (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Deep(Run):
+    """A training of six blocks.
+
+    An element of a bias has almost no gradient, so that Adam enlarges its rounding: in one process,
+    two microbatches instead of one already change the bias by 7e-6.
+    """
+
+    layers: int = 6
+    weight_tolerance: ClassVar[float] = 2e-5
+
+
 @pytest.mark.parametrize(
     ("name", "accumulate"),
     [*((name, 1) for name in PLACES), *((name, 2) for name in ACCUMULATING)],
 )
 def test_training_equals_single_process(name, accumulate, parity):
     world_size, layout = PLACES[name]
-    run = Run(accumulate=accumulate, global_batch=16, layers=6)
+    run = Deep(accumulate=accumulate, global_batch=16)
     parity.check(run, (world_size, {**layout, **SHARDED}))
 
 
