@@ -140,7 +140,7 @@ def test_callback_or_plugin_is_refused_for_split_model(settings, words):
 
 
 @pytest.mark.usefixtures("nothing_starts")
-@pytest.mark.parametrize("callback", [EMAWeightAveraging(), ModelPruning("l1_unstructured")])
+@pytest.mark.parametrize("callback", [LearningRateFinder(), ModelPruning("l1_unstructured")])
 def test_layout_that_splits_sequences_is_named_for_callback(callback):
     place = Place(world_size=2, layout={"context_parallel_size": 2, "start_method": "fork"})
     with pytest.raises(MisconfigurationException, match=r"c2 .*divides it, or its sequences"):

@@ -2,6 +2,7 @@
 axis."""
 
 import pytest
+from lightning.pytorch.callbacks import EMAWeightAveraging
 
 from tests.letters import SP, A, C, M, P, R, S, T, V
 from tests.tiny_gpt import Run
@@ -34,6 +35,18 @@ def test_gpt_with_gradient_accumulation_matches_single_process(name, parity):
 @pytest.mark.parametrize("name", ["c2", "d2c2", "p2v2c2"])
 def test_llama_with_validation_matches_single_process(name, parity):
     parity.check(Run(llama=True, validate_every=2), LAYOUTS[name])
+
+
+class Averaged(Run):
+    """Validates, and ends, with an average of the weights."""
+
+    def make_callbacks(self):
+        return [EMAWeightAveraging(decay=0.7)]
+
+
+@pytest.mark.parametrize("name", ["c2", "d2c2"])
+def test_averaged_weights_match_single_process(name, parity):
+    parity.check(Averaged(validate_every=2), LAYOUTS[name])
 
 
 @pytest.mark.parametrize("name", ["c2", "c2m4", "p2c2"])

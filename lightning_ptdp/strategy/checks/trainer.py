@@ -224,13 +224,15 @@ def _check_callback(strategy: CheckpointHooks, trainer: Trainer, callback: objec
     on_copies = _steps_on_copies(strategy, trainer, later=True)
     prunes = isinstance(callback, names.ModelPruning)
     finetunes = isinstance(callback, names.BaseFinetuning) and fits(trainer)
-    copies_model = isinstance(callback, (*names.WeightAveragingCallbacks, *names.TunerCallbacks))
+    averages = isinstance(callback, names.WeightAveragingCallbacks)
+    copies_model = averages or isinstance(callback, names.TunerCallbacks)
     if copies_model and strategy.config.sharded_state(layout) == "parameters":
         yield (
             f"the callback {name} copies or re-runs the whole model, which no rank has with "
             "shard='parameters'. Use it with shard='gradients'"
         )
-    if copies_model and layout.divides_model:
+    # context ranks hold all weights, and average the same ones
+    if copies_model and (layout.size("shards") > 1 if averages else layout.divides_model):
         yield (
             f"the callback {name} copies or re-runs the whole model, but {layout.describe()} "
             "divides it, or its sequences, among ranks. Use only data parallelism"
