@@ -83,10 +83,13 @@ def label_spread(batch: Nested, sizes: Sequence[int], *, device: torch.device) -
         sizes: Numbers of samples in its microbatches.
         device: Device of the result.
     """
-    labels = _labels(batch, sum(sizes)) if sizes else None
-    if labels is None:
+    samples = sum(sizes)
+    labels = _integers(batch, samples) if sizes else []
+    if not labels:
         return torch.zeros(2, dtype=torch.int64, device=device)
-    counts = (labels[1] != IGNORED).reshape(sum(sizes), -1).sum(1)
+    # Tensors without labels add the same number to each sample.
+    counts = sum((one != IGNORED).reshape(samples, -1).sum(1) for _, one in labels)
+    assert isinstance(counts, Tensor)
     if len(set(sizes)) == 1:
         shares = counts.view(len(sizes), -1).sum(1) * _PARTS // sizes[0]
     else:
@@ -103,7 +106,8 @@ def is_uneven(most: float, negative_least: float) -> bool:
 
 def describe_uneven(batch: Nested, samples: int) -> str:
     """Return the warning about the labels of ``batch``."""
-    name = (_labels(batch, samples) or ("", None))[0]
+    tensors = _integers(batch, samples)
+    name = next((name for name, one in tensors if name and (one == IGNORED).any()), "")
     label_name = f"'{name}'" if name else "the labels"
     return (
         "the microbatches or replicas of a batch have different numbers of labels other than "
@@ -114,9 +118,9 @@ def describe_uneven(batch: Nested, samples: int) -> str:
     )
 
 
-def _labels(batch: Nested, samples: int) -> tuple[str, Tensor] | None:
-    """Return the tensor that seems to hold labels: by its name, else the last one of integers."""
-    tensors = [
+def _integers(batch: Nested, samples: int) -> list[tuple[str, Tensor]]:
+    """Return the tensors that may hold labels, with their names."""
+    return [
         (name, tensor)
         for name, tensor in named_tensors(batch)
         if tensor.dtype in (torch.int64, torch.int32)
@@ -125,8 +129,6 @@ def _labels(batch: Nested, samples: int) -> tuple[str, Tensor] | None:
         and tensor.size(0) == samples
         and tensor.numel()
     ]
-    labels = [pair for pair in tensors if "label" in pair[0].lower() or "target" in pair[0].lower()]
-    return next(iter(labels), tensors[-1] if tensors else None)
 
 
 # ---- Agreement of the ranks ----------------------------------------------------------------------

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_ptdp.engine.rank_agreement import is_uneven, label_spread
+from lightning_ptdp.engine.rank_agreement import describe_uneven, is_uneven, label_spread
 from lightning_ptdp.strategy import PTDPStrategy
 from tests.letters import M, P
 from tests.parity import Training, fit, make_trainer
@@ -179,6 +179,9 @@ def test_label_counts_are_compared_per_sample():
     labels[0, 0] = -100
     assert is_uneven(*label_spread({"labels": labels}, (2, 1), device=cpu))
     assert not is_uneven(*label_spread({"labels": labels}, (3,), device=cpu))
+    several = {"label": torch.ones(3).long(), "masked": labels}
+    assert is_uneven(*label_spread(several, (2, 1), device=cpu))
+    assert "in 'masked'" in describe_uneven(several, 3)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
