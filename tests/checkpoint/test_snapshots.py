@@ -298,11 +298,17 @@ def test_folder_of_a_process_that_is_just_starting_is_not_taken_for_abandoned(
     assert starting.path.is_dir() and other.path.is_dir()
 
 
-def test_newer_checkpoint_on_disk_is_preferred(shm, tmp_path):
-    place = MemoryFolder.new(tmp_path)
+def with_snapshot(folder):
+    """The memory folder of the checkpoints, with the snapshot of one step."""
+    place = MemoryFolder.new(folder)
     place.create()
     save(place.path, 1)
     place.publish(place.path / "step-1", linked=True)
+    return place
+
+
+def test_newer_checkpoint_on_disk_is_preferred(shm, tmp_path):
+    place = with_snapshot(tmp_path)
     assert newest_checkpoint(tmp_path) == place.path / "step-1"
     save(tmp_path, 2)
     assert newest_checkpoint(tmp_path) == tmp_path / "step-2"
@@ -329,10 +335,7 @@ def test_next_snapshot_is_written_over_the_older_one(shm, tmp_path):
 
 def test_process_lost_while_removing_snapshots_leaves_nothing(shm, tmp_path, monkeypatch):
     for calls in count():
-        place = MemoryFolder.new(tmp_path)
-        place.create()
-        save(place.path, 1)
-        place.publish(place.path / "step-1", linked=True)
+        place = with_snapshot(tmp_path)
         with monkeypatch.context() as lost, contextlib.suppress(KeyboardInterrupt):
             left = iter(range(calls))
             for name in ("unlink", "rmdir"):
@@ -432,10 +435,7 @@ def _until_lost(left, call, *args, **kwargs):
 
 
 def test_clock_of_another_node_does_not_make_its_snapshot_newer(shm, tmp_path, monkeypatch):
-    place = MemoryFolder.new(tmp_path)
-    place.create()
-    save(place.path, 1)
-    place.publish(place.path / "step-1", linked=True)
+    place = with_snapshot(tmp_path)
     shutil.rmtree(place.path / "step-1")
     tomorrow = time.time() + 86400
     with monkeypatch.context() as other_node:

@@ -171,22 +171,28 @@ def test_requeued_job_is_detected_by_restart_count(monkeypatch):
     assert was_requeued()
 
 
-@pytest.mark.thorough
-def test_second_experiment_in_folder_starts_afresh_and_reports(ptdp, config, tmp_path, monkeypatch):
-    """Under SLURM, Lightning alone would load ``hpc_ckpt_1.ckpt`` of the first experiment."""
+def save_each_step(config, **options):
+    """Change the recipe: it saves a checkpoint at each step, and neither logs nor validates."""
     settings = yaml.safe_load(Path(config).read_text())
     settings["trainer"] |= {
         "logger": False,
         "limit_val_batches": 0,
         "val_check_interval": None,
         "callbacks": [SAVE_EACH_STEP],
+        **options,
     }
-    Path(config).write_text(yaml.safe_dump({**settings, "sample": None}))
+    Path(config).write_text(yaml.safe_dump(settings))
+
+
+@pytest.mark.thorough
+def test_second_experiment_in_folder_starts_afresh_and_reports(ptdp, config, tmp_path, monkeypatch):
+    """Under SLURM, Lightning alone would load ``hpc_ckpt_1.ckpt`` of the first experiment."""
+    save_each_step(config)
     said = []
     monkeypatch.setattr("lightning_ptdp.cli.run.rank_zero_info", said.append)
     for name in ("SLURM_NTASKS", "SLURM_NNODES"):
         monkeypatch.setenv(name, "1")
-    arguments = ["fit", "--config", config, PTDP, "--resume=auto"]
+    arguments = ["fit", "--config", config, PTDP, "--sample=null", "--resume=auto"]
 
     assert ptdp(*arguments, "--trainer.max_steps=2")[0] == 0
     first = newest_checkpoint(tmp_path)
@@ -217,15 +223,7 @@ def test_auto_resume_and_ckpt_path_accept_addresses(config, ptdp, tmp_path, monk
     root = "memory://auto/runs"
     store = fsspec.filesystem("memory")
     store.store.clear()
-    settings = yaml.safe_load(Path(config).read_text())
-    settings["trainer"] |= {
-        "logger": False,
-        "limit_val_batches": 0,
-        "val_check_interval": None,
-        "callbacks": [SAVE_EACH_STEP],
-        "default_root_dir": root,
-    }
-    Path(config).write_text(yaml.safe_dump(settings))
+    save_each_step(config, default_root_dir=root)
     said = []
     monkeypatch.setattr("lightning_ptdp.cli.run.rank_zero_info", said.append)
     monkeypatch.chdir(tmp_path)
