@@ -39,14 +39,14 @@ LAYOUTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Epochs(Run):
-    """Training of epochs with four batches; each ends with a checkpoint in ``folder``.
+    """Training of epochs with two batches; each ends with a checkpoint in ``folder``.
 
     The number of epochs limits the training, because Lightning 2.6 trains the first batch twice
     when it resumes at the end of an epoch under ``max_steps``.
     """
 
     layers: int = 5
-    samples: int = 32
+    samples: int = 16
     steps: int = -1
     epochs: int = 2
     folder: str | None = None
