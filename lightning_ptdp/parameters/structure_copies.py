@@ -14,7 +14,6 @@ All parameters report their shapes in the uncut model::
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -91,6 +90,10 @@ def _fill(copied: nn.Module, copies: dict[int, Any]) -> None:
 # ---- Uncut view of a model ---------------------------------------------------------------------
 
 
+_MARK = "_ptdp_uncut_name"
+"""Attribute of the uncut model's parameters, by which older optimizers' are recognized."""
+
+
 class UncutView:
     """Structure of a module before it is cut.
 
@@ -101,8 +104,9 @@ class UncutView:
 
     def __init__(self, module: nn.Module, names: Mapping[nn.Parameter, str]) -> None:
         self._module = module
-        # An optimizer that was created before the cut still has these.
-        self._originals = {name: weakref.ref(parameter) for parameter, name in names.items()}
+        # Not a weak reference, which torch.utils.swap_tensors refuses. The id tells copies apart.
+        for parameter, name in names.items():
+            vars(parameter)[_MARK] = (id(parameter), name)
         self._twins = {name: _twin(parameter) for parameter, name in names.items()}
         self._holders: list[tuple[dict[str, nn.Parameter | None], str, str]] = []
         shells: dict[nn.Module, nn.Module] = {}
@@ -113,11 +117,10 @@ class UncutView:
     @contextlib.contextmanager
     def inserted(
         self, local: ManagedParameters, *, trained: Mapping[str, bool], device: torch.device
-    ) -> Iterator[tuple[dict[nn.Parameter, str], dict[nn.Parameter, nn.Parameter]]]:
+    ) -> Iterator[tuple[dict[nn.Parameter, str], dict[str, nn.Parameter]]]:
         """Make the module look uncut inside the context.
 
-        Yields the stand-ins with their names, and the successors of the parameters that the cut
-        has replaced.
+        Yields the stand-ins with their names, and all parameters by name.
 
         Args:
             local: The local parameters.
@@ -142,11 +145,9 @@ class UncutView:
             for name, twin in self._twins.items()
             if twin.shape != by_name[name].shape
         }
-        originals = ((reference(), by_name[name]) for name, reference in self._originals.items())
-        successors = {old: new for old, new in originals if old is not None and old is not new}
         try:
             with _FullShapes(views):
-                yield {parameter: name for name, parameter in absent.items()}, successors
+                yield {parameter: name for name, parameter in absent.items()}, by_name
         finally:
             for modules, key, module, _ in swapped:
                 modules[key] = module
@@ -177,6 +178,12 @@ class UncutView:
             _parameters=parameters, _buffers=dict.fromkeys(module._buffers), _modules=children
         )
         return shell
+
+
+def successor(parameter: nn.Parameter, by_name: Mapping[str, nn.Parameter]) -> nn.Parameter:
+    """Return the parameter that has replaced one of the uncut model, or any other as it is."""
+    owner, name = vars(parameter).get(_MARK, (0, ""))
+    return by_name.get(name, parameter) if owner == id(parameter) else parameter
 
 
 def _replaced(

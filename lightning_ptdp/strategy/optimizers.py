@@ -19,6 +19,7 @@ from lightning_ptdp.checkpoint.save_agreement import gather
 from lightning_ptdp.data_parallel import Cut, GroupTrial, constructed_state
 from lightning_ptdp.parameters.managed_parameter import ManagedParameters
 from lightning_ptdp.parameters.placement import Placement, slice_full
+from lightning_ptdp.parameters.structure_copies import successor
 from lightning_ptdp.strategy.world import World
 from lightning_ptdp.world.layout import ParallelLayout
 
@@ -30,18 +31,18 @@ class OptimizerGroupsError(PTDPError, ValueError):
     """Error of ranks that have made different parameter groups."""
 
 
-def renew_parameters(optimizer: Optimizer, successors: Mapping[nn.Parameter, nn.Parameter]) -> None:
+def renew_parameters(optimizer: Optimizer, by_name: Mapping[str, nn.Parameter]) -> None:
     """Give an optimizer that was created before fit, as LightningCLI does, this rank's parameters.
 
     Args:
         optimizer: The optimizer, changed in place.
-        successors: Parameters of the uncut model, with those that have replaced them.
+        by_name: This rank's parameters, and the stand-ins for those of others.
     """
     for group in optimizer.param_groups:
-        group["params"][:] = [successors.get(old, old) for old in group["params"]]
-    for old, new in successors.items():
-        if old in optimizer.state:
-            optimizer.state[new] = optimizer.state.pop(old)
+        for index, old in enumerate(group["params"]):
+            new = group["params"][index] = successor(old, by_name)
+            if new is not old and old in optimizer.state:
+                optimizer.state[new] = optimizer.state.pop(old)
 
 
 def settle_groups(strategy: World, foreign: Mapping[nn.Parameter, str]) -> list[list[GroupTrial]]:

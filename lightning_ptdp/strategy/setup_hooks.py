@@ -178,10 +178,10 @@ class SetupHooks(StepHooks):
             if parallel.uncut is None
             else self._uncut_view(parallel.uncut)
         )
-        with view as (foreign, successors):
+        with view as (foreign, by_name):
             self._make_optimizers(trainer)
         for optimizer in self.optimizers:
-            renew_parameters(optimizer, successors)
+            renew_parameters(optimizer, by_name)
         # before the groups are checked, which does not name parameters
         parallel.check(frozen=self.layout.divides_model)
         with self.waiting_in("comparing the optimizer's parameter groups"):
@@ -202,9 +202,7 @@ class SetupHooks(StepHooks):
 
     def _uncut_view(
         self, view: UncutView
-    ) -> contextlib.AbstractContextManager[
-        tuple[dict[nn.Parameter, str], dict[nn.Parameter, nn.Parameter]]
-    ]:
+    ) -> contextlib.AbstractContextManager[tuple[dict[nn.Parameter, str], dict[str, nn.Parameter]]]:
         """Return a context in which the module looks uncut."""
         parameters = self.parallel.parameters
         pipeline = self.mesh.group("pipeline")
