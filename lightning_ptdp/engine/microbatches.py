@@ -69,8 +69,9 @@ def split_batch(
 def _part(value: Nested, window: slice, samples: int) -> Nested:
     """Return the samples in ``window`` of a batch of ``samples``."""
     items = children(value)
-    if items is None or has_batch_size(value):
-        return value[window] if _rows(value) == samples else value
+    has_rows = _rows(value) == samples
+    if items is None or (has_rows and has_batch_size(value)):
+        return value[window] if has_rows else value
     if (
         _is_list(value)
         and len(value) == samples
@@ -129,10 +130,10 @@ def merge_outputs(
         )
     if len({*map(type, outputs)}) > 1:
         return list(outputs)
-    if isinstance(first, Tensor) or has_batch_size(first):
+    if isinstance(first, Tensor) or (has_batch_size(first) and first.batch_size):
         if first.dim() and all(o.size(0) == n for o, n in zip(outputs, sizes, strict=True)):
             return torch.cat(list(outputs))
-        if isinstance(first, Tensor) and first.dim() == 0:
+        if first.dim() == 0:
             return _weighted_mean(outputs, weights)
         return list(outputs)
     lengths = [len(output) for output in outputs] if _is_list(first) else []
