@@ -61,8 +61,6 @@ _DRAWS: tuple[_Function, ...] = (
     torch.bernoulli,
     Tensor.bernoulli,
     torch.dropout,
-    torch.multinomial,
-    Tensor.multinomial,
     torch.randint_like,
     F.alpha_dropout,
     F.dropout1d,
@@ -107,6 +105,10 @@ class SliceFunctions:
                 nn.init.normal_: partial(self._initialize, Tensor.normal_),
                 nn.init.uniform_: partial(self._initialize, Tensor.uniform_),
                 **{draw: partial(self._draw, draw) for draw in _DRAWS},
+                **{
+                    draw: partial(self._choose, draw)
+                    for draw in (torch.multinomial, Tensor.multinomial)
+                },
                 F.dropout: self._dropout,
                 **{reduce: partial(self._reduce, reduce) for reduce in _REDUCTIONS},
                 **{extreme: partial(self._extreme, extreme) for extreme in _EXTREMES},
@@ -297,6 +299,12 @@ class SliceFunctions:
         drawn = function(*map(self._full, args), **map_tensors(kwargs, self._full))
         return self._own(drawn, rows=self._has_rows(slices[0]))
 
+    def _choose(self, choose: _Function, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return choices for each row of tokens; (b, s/c) may have s/c other choices."""
+        is_rows = input.dim() == 2 and self._has_rows(input)
+        function = partial(self._draw, choose) if is_rows else choose
+        return function(input, *args, **kwargs)
+
     def _full(self, x: Any) -> Any:
         """Return a tensor of the full sequence with this rank's values, or ``x`` if it is no slice."""
         if not isinstance(x, Tensor) or not self._draws_slice(x):
@@ -336,7 +344,8 @@ class SliceFunctions:
         self, fill: _Function, tensor: Tensor, *, generator: Any = None, **limits: float
     ) -> Tensor:
         """Fill a tensor as ``torch.nn.init`` does, which passes all arguments by name."""
-        return self._fill(fill, tensor, *limits.values(), generator=generator)
+        with torch.no_grad():
+            return self._fill(fill, tensor, *limits.values(), generator=generator)
 
     def _filled(
         self, fill: _Function, make: _Function, options: dict[str, Any], *limits: float

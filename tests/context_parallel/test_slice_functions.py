@@ -88,3 +88,14 @@ def test_numbers_of_tokens_are_those_of_full_sequence(draw):
         with functions.mode():
             found = draw(own)
         assert torch.equal(found, shard_sequence(expected, 1, rank=rank, size=2))
+
+
+def test_functions_of_other_tensors_are_those_of_torch():
+    functions = SliceFunctions(
+        attention=None, group=Group(ranks=(0, 1)), length=16, samples=2, shares_stream=lambda: True
+    )
+    with functions.mode():
+        assert torch.nn.Embedding(3, 4).weight.is_leaf
+        torch.nn.init.uniform_(torch.nn.Parameter(torch.empty(16, 4)))
+        # eight classes, as many as tokens of the slice
+        assert torch.multinomial(X.new_ones(2, 8), 1).shape == (2, 1)
