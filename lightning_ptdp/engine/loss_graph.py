@@ -22,7 +22,8 @@ _ELEMENTWISE = BETWEEN_NUMBERS | {
     *("AbsBackward0", "ExpBackward0", "LogBackward0", "PowBackward0", "SoftplusBackward0")
 }
 _OF_PARAMETERS = _ELEMENTWISE | {
-    *("MmBackward0", "PermuteBackward0", "SliceBackward0", "TBackward0", "TransposeBackward0")
+    *("MmBackward0", "PermuteBackward0", "SliceBackward0", "TBackward0", "TransposeBackward0"),
+    *("ClampMinBackward0", "ExpandBackward0", "LinalgVectorNormBackward0"),  # F.normalize
 }
 EXTREMES = MappingProxyType(
     {

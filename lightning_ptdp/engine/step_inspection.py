@@ -338,8 +338,8 @@ class _Reductions(CallMode):
         dims = call.dims()
         x = call.first
         if call.name in _SPREADS and not dims and isinstance(x, Tensor) and x.dim():
-            return len(x) == self._samples > 1 and not self._is_own(x)
-        if 0 not in dims or self._is_own(x) or x in self._stacks:
+            return len(x) == self._samples > 1 and not self._is_other(x)
+        if 0 not in dims or self._is_other(x) or x in self._stacks:
             return False
         if len(dims) < x.dim():
             return len(x) == self._samples > 1
@@ -354,7 +354,7 @@ class _Reductions(CallMode):
         if call.name not in _PAIRING:
             return False
         tensors = call.tensors()
-        if self._samples < 2 or any(map(self._is_own, tensors)):
+        if self._samples < 2 or any(map(self._is_other, tensors)):
             return False
         if call.name in _DISTANCES:
             return all(x.dim() == 2 and len(x) == self._samples for x in tensors)
@@ -373,8 +373,9 @@ class _Reductions(CallMode):
             rows = {len(x)}
             pairs = len(x) == len(y) and _crosses_rows(call.first)
         else:
-            rows = {*x.shape}
             pairs = x.dim() == 2 and y.shape == x.shape[::-1]
+            sums_samples = pairs and x.size(1) == self._samples
+            rows = {self._samples if sums_samples else len(x)}
         return pairs and not rows.isdisjoint(self._compared) and self._are_views(x, y)
 
     def _are_views(self, x: Tensor, y: Tensor) -> bool:
@@ -400,6 +401,16 @@ class _Reductions(CallMode):
         """Return True for a weight or a buffer, and for views of it."""
         root = _root(x)
         return root in self._own or isinstance(root, nn.Parameter)
+
+    def _is_other(self, x: Tensor) -> bool:
+        """Return True for a weight or a buffer, and for the values of one of the samples."""
+        root = _root(x)
+        return self._is_own(x) or (
+            x is not root
+            and root.shape[:1] == (self._samples,)
+            and x.numel() * self._samples == root.numel()
+            and root.stride(0) not in x.stride()
+        )
 
     def _is_stack(self, call: TorchCall, result: Tensor) -> bool:
         """Return True for rows of samples stacked along dimension 0, and for functions of these."""

@@ -216,6 +216,17 @@ class LitFeatures(LitPlain):
         return super().loss(scaled, y) + 0.1 * (pairs + products + own)
 
 
+class LitOwnRows(LitPlain):
+    """Compares rows of one sample with each other, and samples with as many prototypes."""
+
+    def loss(self, prediction, y):
+        grams = prediction.new_zeros(())
+        for rows in torch.stack([prediction] * len(y), 1):
+            grams = grams + (rows @ rows.T).mean() + (rows[:, None] - rows).mean()
+        prototypes = F.normalize(self.net[0].weight[: len(y), : prediction.size(1)])
+        return super().loss(prediction, y) + grams + (prediction @ prototypes.T).mean()
+
+
 class LitAnchors(LitPlain):
     """Compares one row of each sample with others of the same sample, and rows of a weight."""
 
@@ -582,6 +593,7 @@ CASES = {
     LitWhitens: "test_step_inspection.py, line",
     LitSurvival: "test_step_inspection.py, line",
     LitFeatures: None,
+    LitOwnRows: None,
     LitPairs: None,
     LitAnchors: None,
     LitDivergence: None,
