@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dis
 import functools
 import inspect
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from types import CodeType, FrameType
 from typing import Any
 
@@ -81,6 +83,19 @@ def names_in_function(function: object) -> set[str]:
     """Return ``names_in`` the code of a function or method; none if it has no Python code."""
     code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
     return set() if code is None else names_in(code)
+
+
+def clears_gradients(step: Any) -> bool:
+    """Return True if a step clears gradients of the whole module, or by Lightning's optimizers.
+
+    Gradients of another module or optimizer may not belong to the training.
+    """
+    names = names_in_function(step)
+    if "zero_grad" not in names or "automatic_optimization" in names:
+        return False
+    code = dis.get_instructions(inspect.unwrap(step))
+    pairs = pairwise(instruction.argval for instruction in code)
+    return "optimizers" in names or ("self", "zero_grad") in pairs
 
 
 # ---- Collectives of torch.distributed over all processes ---------------------------------------

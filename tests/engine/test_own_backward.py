@@ -42,6 +42,25 @@ class LitClearing(LitClassifier):
         return F.cross_entropy(self.net(x), y)
 
 
+class LitClearsModule(LitClassifier):
+    def training_step(self, batch, batch_idx):
+        self.zero_grad()
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+
+class LitClearsOther(LitClassifier):
+    """Trains a vector of its own in the step."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        shift = nn.Parameter(torch.zeros(4))
+        inner = torch.optim.SGD([shift], lr=0.1)
+        inner.zero_grad()
+        (shift.grad,) = torch.autograd.grad(F.cross_entropy(self.net(x + shift), y), [shift])
+        inner.step()
+        return F.cross_entropy(self.net(x + shift.detach()), y)
+
+
 class LitWeighted(LitClassifier):
     """Weighs the parts of a batch; its gradients are accumulated."""
 
@@ -74,11 +93,19 @@ def test_gradients_of_earlier_microbatches_are_kept(kind, pool):
         torch.testing.assert_close(replicas[0], expected)
 
 
+@pytest.mark.parametrize("kind", [LitClearing, LitClearsModule])
 @pytest.mark.parametrize("layout", [{"num_microbatches": 2}, {"shard": "optimizer"}])
-def test_clearing_between_accumulated_batches_is_refused(layout):
+def test_clearing_between_accumulated_batches_is_refused(layout, kind):
     trainer = make_trainer(PTDPStrategy(**layout), 2, accumulate_grad_batches=2)
     data = DataLoader(TensorDataset(torch.randn(8, 4), torch.zeros(8).long()), batch_size=4)
     with raises_with(
         ["calls zero_grad", "accumulate_grad_batches=2", "Remove"], MisconfigurationException
     ):
-        trainer.fit(LitClearing(), data)
+        trainer.fit(kind(), data)
+
+
+def test_other_gradients_may_be_cleared_between_accumulated_batches():
+    data = DataLoader(TensorDataset(torch.randn(8, 4), torch.zeros(8).long()), batch_size=4)
+    strategy = PTDPStrategy(num_microbatches=2)
+    trainer = make_trainer(strategy, accumulate_grad_batches=2, max_epochs=1)
+    trainer.fit(LitClearsOther(), data)

@@ -27,7 +27,7 @@ from lightning_ptdp.shims.lightning import (
 from lightning_ptdp.shims.torch_distributed import has_symmetric_products
 from lightning_ptdp.strategy.checkpoint_hooks import CheckpointHooks
 from lightning_ptdp.strategy.model_space import checked_tensor
-from lightning_ptdp.strategy.user_frames import names_in_function
+from lightning_ptdp.strategy.user_frames import clears_gradients
 from lightning_ptdp.world.axes import nearest_divisors
 
 
@@ -161,7 +161,7 @@ def _check_steps(strategy: CheckpointHooks, trainer: Trainer) -> Iterator[str]:
         and fits(trainer)
         and module.automatic_optimization
         and kept
-        and "zero_grad" in names_in_function(module.training_step)
+        and clears_gradients(module.training_step)
     ):
         yield (
             "training_step calls zero_grad, which would drop the gradients of earlier batches with "
