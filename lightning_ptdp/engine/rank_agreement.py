@@ -84,12 +84,13 @@ def label_spread(batch: Nested, sizes: Sequence[int], *, device: torch.device) -
         device: Device of the result.
     """
     samples = sum(sizes)
-    labels = _integers(batch, samples) if sizes else []
-    if not labels:
+    tensors = _integers(batch, samples) if sizes else []
+    if not tensors:
         return torch.zeros(2, dtype=torch.int64, device=device)
-    # Tensors without labels add the same number to each sample.
-    counts = sum((one != IGNORED).reshape(samples, -1).sum(1) for _, one in labels)
-    assert isinstance(counts, Tensor)
+    counts = (tensors[0][1] != IGNORED).reshape(samples, -1).sum(1)
+    # Other tensors may be labels too. Replicas may pad tokens to different lengths.
+    for _, other in tensors[1:]:
+        counts = counts - (other == IGNORED).reshape(samples, -1).sum(1)
     if len(set(sizes)) == 1:
         shares = counts.view(len(sizes), -1).sum(1) * _PARTS // sizes[0]
     else:
@@ -107,7 +108,8 @@ def is_uneven(most: float, negative_least: float) -> bool:
 def describe_uneven(batch: Nested, samples: int) -> str:
     """Return the warning about the labels of ``batch``."""
     tensors = _integers(batch, samples)
-    name = next((name for name, one in tensors if name and (one == IGNORED).any()), "")
+    ignoring = (name for name, one in tensors if (one == IGNORED).any())
+    name = next(ignoring, tensors[0][0] if tensors else "")
     label_name = f"'{name}'" if name else "the labels"
     return (
         "the microbatches or replicas of a batch have different numbers of labels other than "
@@ -119,8 +121,11 @@ def describe_uneven(batch: Nested, samples: int) -> str:
 
 
 def _integers(batch: Nested, samples: int) -> list[tuple[str, Tensor]]:
-    """Return the tensors that may hold labels, with their names."""
-    return [
+    """Return the tensors that may hold labels, with their names.
+
+    The first one seems to: by its name, else the last one of integers.
+    """
+    tensors = [
         (name, tensor)
         for name, tensor in named_tensors(batch)
         if tensor.dtype in (torch.int64, torch.int32)
@@ -129,6 +134,9 @@ def _integers(batch: Nested, samples: int) -> list[tuple[str, Tensor]]:
         and tensor.size(0) == samples
         and tensor.numel()
     ]
+    is_label = [any(word in name.lower() for word in ("label", "target")) for name, _ in tensors]
+    first = is_label.index(True) if True in is_label else -1
+    return [*tensors[first:], *tensors[:first]]
 
 
 # ---- Agreement of the ranks ----------------------------------------------------------------------

@@ -182,6 +182,9 @@ def test_label_counts_are_compared_per_sample():
     several = {"label": torch.ones(3).long(), "masked": labels}
     assert is_uneven(*label_spread(several, (2, 1), device=cpu))
     assert "in 'masked'" in describe_uneven(several, 3)
+    padded = [{"tokens": torch.ones(3, size).long(), "label": several["label"]} for size in (4, 6)]
+    spreads = [label_spread(batch, (3,), device=cpu) for batch in padded]
+    assert not is_uneven(*torch.stack(spreads).amax(0))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
