@@ -228,7 +228,7 @@ def refused(rank, run):
 
 @pytest.fixture
 def messages(pool, name):
-    """What each tensor rank says when it refuses the case."""
+    """Return each tensor rank's refusal of the case."""
     return pool.run(refused, world_size=2, args=(Run(case=name).on((2, {T: 2})),))
 
 
