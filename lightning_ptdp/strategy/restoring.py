@@ -290,7 +290,7 @@ def _load_indexed(
         and (of_groups is None or _in_order(space, of_groups))
     )
     for index, (optimizer, state) in enumerate(zip(space.optimizers, states, strict=False)):
-        check_same_options(optimizer, state["param_groups"])
+        check_same_options(optimizer, state.get("param_groups", []))
         if by_position:
             optimizer.load_state_dict(state)
             continue

@@ -2,6 +2,7 @@
 
 import enum
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,27 @@ def test_file_resumes_under_other_names(tmp_path):
     renamed = make_trainer(Place(), max_epochs=2)
     renamed.fit(LitRenamed(0, 2), loader(), ckpt_path=tmp_path / "saved")
     assert renamed.global_step == 8
+
+
+class OwnFormat(torch.optim.SGD):
+    """Its state has no parameter groups."""
+
+    def state_dict(self):
+        return {"inner": super().state_dict()}
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state["inner"])
+
+
+def test_optimizer_with_its_own_format_resumes(tmp_path):
+    def fit(epochs, resume=None):
+        trainer = make_trainer(Place(layout={"checkpoint_format": "file"}), max_epochs=epochs)
+        kind = partial(OwnFormat, momentum=0.9)
+        trainer.fit(LitChoice(0, 2, kind=kind), loader(), ckpt_path=resume)
+        return trainer
+
+    fit(1).save_checkpoint(tmp_path / "saved")
+    assert fit(2, tmp_path / "saved").global_step == 8
 
 
 class LitTwoOptimizers(LitNet):
