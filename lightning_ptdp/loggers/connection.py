@@ -160,10 +160,13 @@ def _find(options: RunOptions, run_id: str | None) -> LightningMLFlowLogger:
         if is_unanswered(error):
             raise
         if run_id is None:
+            if not options.tracking_uri.startswith("http"):
+                raise  # a file needs no credentials, and MLflow says what is wrong
             raise ValueError(
                 f"tracking_uri={options.tracking_uri!r}: MLflow creates no run ({error}). Check the "
-                "address and the credentials (MLFLOW_TRACKING_USERNAME and _PASSWORD, or "
-                "MLFLOW_TRACKING_TOKEN), or leave tracking_uri out to log to a local file"
+                "address, experiment_name and the credentials (MLFLOW_TRACKING_USERNAME and "
+                "_PASSWORD, or MLFLOW_TRACKING_TOKEN), or leave tracking_uri out to log to a local "
+                "file"
             ) from error
         raise ValueError(
             f"run_id={run_id!r} cannot be resumed ({error}). Leave run_id out to start a new run"
