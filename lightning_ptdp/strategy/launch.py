@@ -197,6 +197,7 @@ class _CheckedProcesses(_CheckedLauncher):
         gc.freeze()
         stop_forwarding_ctrl_c()
         survive_closed_output()
+        self.procs.clear()  # those of an earlier run are not children of this process
         try:
             with ending_on_sigterm(self, partial(_end_loggers, trainer)):
                 super()._wrapping_function(process_idx, trainer, *call)
@@ -241,7 +242,7 @@ class _CheckedProcesses(_CheckedLauncher):
     def update_main_process_results(self, trainer: Trainer, extra: dict[str, Any]) -> None:
         """Let the loggers of the main process follow the runs of rank 0."""
         super().update_main_process_results(trainer, extra)
-        for logger, run_id in zip(mlflow_loggers(trainer), extra["runs"], strict=True):
+        for logger, run_id in zip(mlflow_loggers(trainer), extra["runs"], strict=False):
             logger.follow(run_id)
 
     def _recover_results_in_main_process(self, worker_output: Any, trainer: Trainer) -> None:

@@ -138,7 +138,8 @@ class _PTDPStrategy(SetupHooks):
             self._choose_layout(trainer, sources)
         check_trainer(self, trainer)
         self.check_machine()
-        for logger in mlflow_loggers(trainer) if self.is_global_zero else ():
+        logs = self.is_global_zero and trainer.state.fn != "predict"  # it may log nothing
+        for logger in mlflow_loggers(trainer) if logs else ():
             logger.check()
         self.snapshots.check()
         if not self.model_space.is_cut:
