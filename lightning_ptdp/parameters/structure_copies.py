@@ -91,7 +91,7 @@ def _fill(copied: nn.Module, copies: dict[int, Any]) -> None:
 
 
 _MARK = "_ptdp_uncut_name"
-"""Attribute of the uncut model's parameters, by which older optimizers' are recognized."""
+"""Attribute that marks the uncut model's parameters, which an earlier optimizer may still have."""
 
 
 class UncutView:
@@ -104,7 +104,8 @@ class UncutView:
 
     def __init__(self, module: nn.Module, names: Mapping[nn.Parameter, str]) -> None:
         self._module = module
-        # Not a weak reference, which torch.utils.swap_tensors refuses. The id tells copies apart.
+        # torch.utils.swap_tensors refuses parameters with weak references. A copy of a parameter
+        # has the mark, too, but another id.
         for parameter, name in names.items():
             vars(parameter)[_MARK] = (id(parameter), name)
         self._twins = {name: _twin(parameter) for parameter, name in names.items()}
