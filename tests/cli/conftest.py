@@ -1,12 +1,14 @@
 """Corpus and configuration that train within a second."""
 
 import random
+import shutil
 from pathlib import Path
 
 import pytest
 import yaml
 
 from lightning_ptdp.cli import main
+from lightning_ptdp.loggers.tracking_store import create_database
 
 WORDS = [
     "the",
@@ -103,10 +105,20 @@ def tiny(corpus: Path, data_dir: Path, folder: Path) -> str:
     return yaml.safe_dump(config)
 
 
+@pytest.fixture(scope="session")
+def database(tmp_path_factory):
+    """Return an MLflow database without runs, which takes a second to create."""
+    path = tmp_path_factory.mktemp("database") / "mlflow.db"
+    create_database(path)
+    return path
+
+
 @pytest.fixture
-def config(corpus, prepared, tmp_path):
+def config(corpus, prepared, database, tmp_path):
     """Return a configuration file whose run writes only below ``tmp_path``."""
     path = tmp_path / "tiny.yaml"
+    (tmp_path / "runs").mkdir()
+    shutil.copy(database, tmp_path / "runs")
     path.write_text(tiny(corpus, prepared, tmp_path))
     return str(path)
 

@@ -27,6 +27,7 @@ def no_data(config, tmp_path):
 
 
 def test_bench_needs_no_data_and_leaves_no_files(ptdp, no_data, tmp_path):
+    before = sorted(tmp_path.rglob("*"))
     code, out, err = ptdp(
         "bench",
         "--config",
@@ -54,7 +55,7 @@ def test_bench_needs_no_data_and_leaves_no_files(ptdp, no_data, tmp_path):
     assert max(found["peak_memory_bytes"]) < 20 * 2**20
     assert "ptdp doctor --calibrate --devices 4" in found["predicted_by"]
     assert found["mfu"] == pytest.approx(found["flops"] / found["median_s"] / 4 / 1e12)
-    assert [path.name for path in tmp_path.iterdir()] == ["tiny.yaml"]
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_data_take_tokenizer_of_model(ptdp, tmp_path, monkeypatch):

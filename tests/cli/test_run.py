@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import signal
 import zipfile
 from contextlib import contextmanager
@@ -115,6 +116,7 @@ def test_resumed_run_keeps_folder_and_new_run_gets_its_own(ptdp, config, tmp_pat
 
 
 def test_fit_without_logger_writes_no_run_folder(ptdp, config, tmp_path):
+    shutil.rmtree(tmp_path / "runs")
     code, said, err = ptdp(
         "fit", "--config", config, "--trainer.logger=false", "--trainer.max_steps=1"
     )
