@@ -4,17 +4,21 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
+import multiprocessing
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing.context import ForkProcess
 
 from harness import parse_options
 
 __all__ = ["HOSTS", "INIT_METHOD", "NoHosts", "run_alone", "run_on_hosts", "start"]
 
 HOSTS = 2
+_CLONE_NEWNET = 0x40000000  # sched.h
 _ADDRESSES = [f"10.213.7.{host + 1}" for host in range(HOSTS)]
 INIT_METHOD = f"tcp://{_ADDRESSES[0]}:29713"
 """Address at which the ranks meet."""
@@ -29,60 +33,66 @@ def start(
     worker: Callable[[int, argparse.Namespace], None],
     *,
     local: int,
+    **smoke: object,
 ) -> None:
-    """Handle the command line of a benchmark over a slow link: start itself once a rank, or run one
-    rank; ``parser`` has ``--mbit``."""
-    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
-    options = parse_options(parser, rounds=1)
-    if options.worker is not None:
-        worker(options.worker, options)
-        return
+    """Handle the command line of a benchmark over a slow link, and run its ranks; ``parser`` has
+    ``--mbit``."""
     try:
-        run_on_hosts(sys.argv[0], sys.argv[1:], mbit=options.mbit, local=local)
+        run_on_hosts(worker, parse_options(parser, rounds=1, **smoke), local=local)
     except NoHosts as error:
         sys.exit(str(error))
 
 
-def run_on_hosts(script: str, arguments: Sequence[str], *, mbit: int, local: int) -> None:
-    """Run ``script`` with ``arguments`` and ``--worker RANK`` once a rank, and wait for all.
+def run_on_hosts(
+    worker: Callable[[int, argparse.Namespace], None], options: argparse.Namespace, *, local: int
+) -> None:
+    """Call ``worker(rank, options)`` in a forked process for each rank, and wait for all.
 
     Args:
-        script: A Python file.
-        arguments: Its own.
-        mbit: Of the link, in Mbit/s.
+        worker: Work of a rank.
+        options: Its options; ``mbit`` is the rate of the link in Mbit/s.
         local: Ranks a host; inside of one they speak over the loopback interface of its namespace.
 
     Raises:
         NoHosts: They cannot be made here.
     """
     names = [f"ptdp-{os.getpid()}-{host}" for host in range(HOSTS)]
-    ranks: list[subprocess.Popen[bytes]] = []
+    context = multiprocessing.get_context("fork")
+    ranks: list[ForkProcess] = []
     try:
-        _make(names, mbit)
+        _make(names, options.mbit)
         for rank in range(HOSTS * local):
             host = rank // local
-            command = [
-                "ip",
-                "netns",
-                "exec",
-                names[host],
-                sys.executable,
-                script,
-                *arguments,
-                "--worker",
-                str(rank),
-            ]
-            ranks.append(
-                subprocess.Popen(command, env={**os.environ, "GLOO_SOCKET_IFNAME": f"ptdp{host}"})
+            process = context.Process(
+                target=_on_host, args=(host, names[host], worker, rank, options)
             )
-        codes = [rank.wait(timeout=600) for rank in ranks]
-        if any(codes):
+            process.start()
+            ranks.append(process)
+        for process in ranks:
+            process.join(timeout=600)
+        codes = [process.exitcode for process in ranks]
+        if any(code != 0 for code in codes):
             sys.exit(f"the ranks ended with {codes}")
     finally:
         for process in ranks:
             process.kill()
         for name in names:
             _shell(f"ip netns delete {name}", check=False)
+
+
+def _on_host(
+    host: int,
+    name: str,
+    worker: Callable[[int, argparse.Namespace], None],
+    rank: int,
+    options: argparse.Namespace,
+) -> None:
+    with open(f"/run/netns/{name}", "rb") as namespace:
+        # os.setns needs Python 3.12
+        if ctypes.CDLL(None).setns(namespace.fileno(), _CLONE_NEWNET):
+            sys.exit(f"rank {rank} cannot enter the namespace {name}")
+    os.environ["GLOO_SOCKET_IFNAME"] = f"ptdp{host}"
+    worker(rank, options)
 
 
 def run_alone(script: str, arguments: Sequence[str], *, mbit: int) -> None:

@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("--mbit", type=int, default=400, help="of the link between the hosts")
     parser.add_argument("--mb", type=int, default=16, help="size of the buffer in MiB")
     parser.add_argument("--rounds", type=int, default=5)
-    start(parser, worker, local=LOCAL)
+    start(parser, worker, local=LOCAL, mb=1)
 
 
 if __name__ == "__main__":
