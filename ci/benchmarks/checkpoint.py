@@ -33,7 +33,6 @@ from lightning_ptdp.parameters.placement import Placement
 from lightning_ptdp.tensor_parallel.tensor_shards import shard_columns
 
 Tensors = dict[str, tuple[torch.Tensor, Placement]]
-WIDTH = 1024
 Times = dict[str, list[float]]
 
 
@@ -54,37 +53,40 @@ def main() -> None:
     parser.add_argument(
         "--rounds", type=int, default=5, help="repetitions, ours and the peer in turn (default 5)"
     )
+    parser.add_argument(
+        "--width", type=int, default=1024, help="width of the matrices (default 1024)"
+    )
     parser.add_argument("--folder", help="where to write (default: a temporary folder)")
-    options = parse_options(parser, mb=8, rounds=1)
+    options = parse_options(parser, mb=1, width=128, rounds=1)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         context = multiprocessing.get_context("fork")
         results: Any = context.SimpleQueue()
         processes = [
             context.Process(
                 target=_rank,
-                args=(rank, options.ranks, options.mb, options.rounds, folder, results),
+                args=(rank, options, folder, results),
             )
             for rank in range(options.ranks)
         ]
         for process in processes:
             process.start()
-        times, layers = results.get()
+        times = results.get()
         for process in processes:
             process.join()
-        rows = _rows(times, layers * _layer_bytes(), options.ranks) + _reads(
-            Path(folder), layers, options.ranks
-        )
-    report(f"checkpoint of {layers * _layer_bytes() / 1e6:.0f} MB on {options.ranks} ranks", rows)
+        size = _layers(options) * _layer_bytes(options)
+        rows = _rows(times, size, options.ranks) + _reads(Path(folder), options)
+    report(f"checkpoint of {size / 1e6:.0f} MB on {options.ranks} ranks", rows)
 
 
-def model(layers: int, size: int, rank: int) -> Tensors:
+def model(options: argparse.Namespace, size: int, rank: int) -> Tensors:
     """Matrices as a transformer's blocks have them, cut for tensor-parallel rank ``rank`` of
     ``size``."""
+    width = options.width
     found: Tensors = {}
-    for layer in range(layers):
+    for layer in range(_layers(options)):
         for name, shape, columns in (
-            ("up", (4 * WIDTH, WIDTH), True),
-            ("down", (WIDTH, 4 * WIDTH), False),
+            ("up", (4 * width, width), True),
+            ("down", (width, 4 * width), False),
         ):
             cut = (
                 shard_columns(shape, parts=[shape[0]], size=size, index=rank)
@@ -95,17 +97,20 @@ def model(layers: int, size: int, rank: int) -> Tensors:
     return found
 
 
-def _layer_bytes() -> int:
-    return 2 * 4 * WIDTH * WIDTH * 4
+def _layer_bytes(options: argparse.Namespace) -> int:
+    return 2 * 4 * options.width * options.width * 4
 
 
-def _rank(rank: int, size: int, megabytes: int, rounds: int, folder: str, results: Any) -> None:
+def _layers(options: argparse.Namespace) -> int:
+    return max(1, options.mb * 10**6 // _layer_bytes(options))
+
+
+def _rank(rank: int, options: argparse.Namespace, folder: str, results: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=options.ranks
     )
-    layers = max(1, megabytes * 10**6 // _layer_bytes())
-    tensors = model(layers, size, rank)
+    tensors = model(options, options.ranks, rank)
     plain = {name: tensor for name, (tensor, _) in tensors.items()}
     peer, ours = Path(folder) / f"peer-{rank}.pt", Path(folder) / "ours"
     saver = BackgroundSaver(limit=timedelta(minutes=10))
@@ -127,7 +132,7 @@ def _rank(rank: int, size: int, megabytes: int, rounds: int, folder: str, result
         "load, peer": lambda: torch.load(peer, weights_only=True),
     }
     times: Times = {name: [] for name in steps}
-    for number in range(rounds + 1):
+    for number in range(options.rounds + 1):
         for name, step in steps.items():
             for path in (ours, peer) if name.startswith("save") else ():
                 # What is there is removed outside of the measurement.
@@ -148,7 +153,7 @@ def _rank(rank: int, size: int, megabytes: int, rounds: int, folder: str, result
             if number:  # the first round fills caches and makes the copies' memory
                 times[name].append(taken)
     if rank == 0:
-        results.put((times, layers))
+        results.put(times)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -181,19 +186,19 @@ def _rows(times: Times, size: int, ranks: int) -> list[Comparison]:
     ]
 
 
-def _reads(folder: Path, layers: int, ranks: int) -> list[Comparison]:
+def _reads(folder: Path, options: argparse.Namespace) -> list[Comparison]:
     """Bytes that the ranks of other layouts read, as the kernel counts them, beside those that they
     hold."""
     rows = []
-    for size in (1, 2 * ranks):
+    for size in (1, 2 * options.ranks):
         read = needed = 0
         for rank in range(size):
-            tensors = model(layers, size, rank)
+            tensors = model(options, size, rank)
             before = _bytes_read()
             load_tensors(folder / "ours", tensors)
             read += _bytes_read() - before
             needed += sum(tensor.nbytes for tensor, _ in tensors.values())
-        name = f"bytes read, {ranks} ranks' checkpoint on {size}"
+        name = f"bytes read, {options.ranks} ranks' checkpoint on {size}"
         rows.append(
             compare(
                 name=name,

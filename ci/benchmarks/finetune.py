@@ -13,7 +13,10 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as L
+import peft
 import torch
+import transformers
+import transformers.models.llama.modeling_llama  # before processes are forked
 from harness import QUIET, Comparison, compare, parse_options, report
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
@@ -52,15 +55,11 @@ class Lit(L.LightningModule):
 
     def __init__(self, size: str, adapters: bool) -> None:
         super().__init__()
-        import transformers
-
         torch.manual_seed(1)
         self.model: Any = transformers.AutoModelForCausalLM.from_config(
             transformers.LlamaConfig(**SIZES[size], use_cache=False)
         )
         if adapters:
-            import peft
-
             self.model = peft.get_peft_model(
                 self.model, peft.LoraConfig(r=8, target_modules="all-linear")
             )

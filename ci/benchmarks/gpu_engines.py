@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning.pytorch as L
 import torch
+import torch._dynamo  # takes a while, so before processes are forked
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg
 from gpu_cases import Case, Job

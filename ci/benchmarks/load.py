@@ -57,7 +57,7 @@ def main() -> None:
     )
     parser.add_argument("-t", type=int, default=2, help="tensor_parallel_size (default 2)")
     parser.add_argument("-p", type=int, default=2, help="pipeline_parallel_size (default 2)")
-    options = parse_options(parser, mb=3, rounds=1)
+    options = parse_options(parser, mb=3, rounds=1, t=1)
     with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
         folder = (
             options.folder

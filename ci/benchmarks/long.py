@@ -47,6 +47,7 @@ def train(steps: int, folder: str, more: list[str]) -> list[list[float]]:
         f"--trainer.callbacks.folder={folder}",
         "--trainer.logger=false",
         "--trainer.enable_progress_bar=false",
+        "--sample=null",
     ]
     run_ptdp([*command, *changes, *more], Path(folder))
     page = os.sysconf("SC_PAGE_SIZE") / 2**20
@@ -74,7 +75,7 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--figure", help="image file to write")
-    options = parse_options(parser, steps=10)
+    options = parse_options(parser, steps=2)
     with tempfile.TemporaryDirectory() as folder:
         memory = train(options.steps, folder, TINY_TEXT if options.smoke else [])
     if options.figure:

@@ -126,8 +126,8 @@ def sleeping_case(sizes: Sizes, shape: tuple[int, ...] = SMALL, *, speed: float 
     )
 
 
-def gpt_case(sizes: Sizes) -> Case:
-    """GPT blocks on one sequence a microbatch."""
+def gpt_case(sizes: Sizes, length: int) -> Case:
+    """GPT blocks on one sequence of ``length`` tokens a microbatch."""
 
     def blocks() -> list[nn.Module]:
         torch.manual_seed(1)
@@ -139,7 +139,7 @@ def gpt_case(sizes: Sizes) -> Case:
         blocks=blocks,
         batch=lambda: torch.randn(
             sizes.m,
-            GPT.sequence_length,
+            length,
             GPT.hidden_size,
             generator=torch.Generator().manual_seed(0),
         ),
@@ -292,11 +292,15 @@ def main() -> None:
         default="",
         help="only rows with this in their name: 'zb_v', 'GPT', 'MiB', 'buffers', …",
     )
-    options = parse_options(parser, rounds=1, only="1f1b p=4 m=8")
+    parser.add_argument(
+        "--length", type=int, default=GPT.sequence_length, help="tokens of a GPT's sequence"
+    )
+    options = parse_options(parser, rounds=1, only="1f1b p=4 m=8", length=8)
     rounds = 2 if options.quick else options.rounds
     torch.set_num_threads(1)
     cases = [sleeping_case(sizes) for sizes in SLEEPING] + [sleeping_case(SLEEPING[1], LARGE)]
-    chosen = [case for case in [*cases, *map(gpt_case, REAL)] if options.only in case.name]
+    cases += [gpt_case(sizes, options.length) for sizes in REAL]
+    chosen = [case for case in cases if options.only in case.name]
     rows = [row for case in chosen for row in rows_of_times(case, rounds)]
     rows += [
         row

@@ -17,6 +17,8 @@ from typing import Any
 
 from harness import TINY_TEXT, Comparison, parse_options, report, run_ptdp
 
+from lightning_ptdp.doctor import calibration
+
 LENGTH = 256
 T, P, SP = (
     f"--trainer.strategy.{name}"
@@ -71,6 +73,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--only", default="abc", help="models (default abc)")
     given = parse_options(parser, steps=1, only="a")
+    if given.smoke:
+        calibration._ROUNDS, calibration._BUDGET_S = 1, 0.0
     rows = []
     with tempfile.TemporaryDirectory() as root:
         folders = {

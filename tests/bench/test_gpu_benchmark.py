@@ -2,23 +2,23 @@
 
 import importlib
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.processes import run
+from tests.scripts import run_script
 
 pytestmark = pytest.mark.thorough
 
 BENCHMARKS = Path(__file__).parents[2] / "ci" / "benchmarks"
-ABSENT = ("litdata", "mlflow", "sentencepiece", "peft")
-ALONE = """
+ABSENT = {"litdata", "mlflow", "sentencepiece", "peft"}
+# The process from which tests fork has imported the package, but none of the absent ones.
+ALONE = f"""
 import runpy, sys
-sys.modules.update(dict.fromkeys({absent}))
-sys.argv[1:] = {arguments}
-sys.path.insert(0, {folder!r})
-runpy.run_path({folder!r} + "/gpu.py", run_name="__main__")
+assert not sys.modules.keys() & {ABSENT}
+sys.modules.update(dict.fromkeys({ABSENT}))
+sys.path.insert(0, {str(BENCHMARKS)!r})
+runpy.run_path({str(BENCHMARKS / "gpu.py")!r}, run_name="__main__")
 """
 
 
@@ -28,19 +28,17 @@ def module(monkeypatch):
     return importlib.import_module
 
 
-def _run(*arguments):
-    code = ALONE.format(absent=ABSENT, arguments=list(arguments), folder=str(BENCHMARKS))
-    done = run([sys.executable, "-c", code])
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout.splitlines()
-
-
-def test_every_engine_runs_without_gpu_and_optional_packages():
+def test_every_engine_runs_without_gpu_and_optional_packages(tmp_path):
     wanted = (
-        "124M s=1024,|175B, a rank of t8 p12, sp|BERT-large s=512, ptdp|3B s=2048, ptdp|LoRA|m=4, "
-        "lightning|host"
+        "124M s=1024,|175B, a rank of t8 p12, sp|BERT-large s=512, ptdp|3B s=2048, ptdp|"
+        "LoRA 8B s=2048|m=4, lightning|host"
     )
-    lines = _run("--toy", "--only", wanted, "--set", "bucket_mb=1", "--set", "no_such_option=1")
+    script = tmp_path / "alone.py"
+    script.write_text(ALONE)
+    options = ["--toy", "--only", wanted, "--set", "bucket_mb=1", "--set", "no_such_option=1"]
+    done = run_script(script, options)
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines = done.stdout.splitlines()
     table = [line for line in lines if line.startswith(("GPT", "175B", "BERT", "Llama", "LoRA"))]
     measured = {line.partition("  ")[0] for line in table if "left out" not in line}
     assert not [line for line in table if "failed" in line or "not run" in line]
