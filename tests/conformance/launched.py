@@ -26,11 +26,10 @@ def started_afresh(
     folder: Path,
     settings: dict[str, Any],
     prefix: Sequence[str] = (),
-    inside: Sequence[str] = (),
     **env: str,
 ) -> contextlib.AbstractContextManager[Session]:
-    """Start the script in a new interpreter. ``inside`` is a prefix such as ``ip netns exec``."""
-    command = [*inside, sys.executable, *prefix, str(SCRIPT), json.dumps(settings), str(folder)]
+    """Start the script in a new interpreter."""
+    command = [sys.executable, *prefix, str(SCRIPT), json.dumps(settings), str(folder)]
     return session(command, folder=folder, **env)
 
 

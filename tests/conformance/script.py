@@ -4,6 +4,7 @@ results}``.
 It does not import lightning_ptdp unless a setting asks for it.
 """
 
+import ctypes
 import importlib
 import json
 import os
@@ -17,6 +18,10 @@ from torch.utils.data import DataLoader, TensorDataset
 SETTINGS, FOLDER = json.loads(sys.argv[1]), Path(sys.argv[2])
 if SETTINGS.get("terminate_at_start") and os.environ.get("LOCAL_RANK") == "1":
     os.kill(os.getppid(), signal.SIGTERM)
+if "network" in SETTINGS:
+    with open(f"/run/netns/{SETTINGS['network']}") as network:
+        if ctypes.CDLL(None, use_errno=True).setns(network.fileno(), 0x40000000):  # CLONE_NEWNET
+            raise OSError(ctypes.get_errno(), f"cannot enter {network.name}")
 if SETTINGS.get("import_package"):
     importlib.import_module("lightning_ptdp")
 L = importlib.import_module(SETTINGS.get("namespace", "lightning.pytorch"))

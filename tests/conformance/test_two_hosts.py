@@ -8,7 +8,7 @@ import subprocess
 import pytest
 import torch
 
-from tests.conformance.launched import results, started_afresh, trained_alone
+from tests.conformance.launched import results, started, trained_alone
 
 pytestmark = pytest.mark.thorough
 
@@ -53,29 +53,29 @@ def deep_net():
 
 
 def test_tensor_parallel_within_and_pipeline_across_hosts(hosts, tmp_path):
+    """torchrun's agents are left out: each rank has the variables that they would set."""
     settings = {"layout": LAYOUT, "num_nodes": 2, "deep": True}
     folders = [tmp_path / f"host{host}" for host in range(2)]
+    common = {
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "MASTER_ADDR": ADDRESSES[0],
+        "MASTER_PORT": "29500",
+        "TORCHELASTIC_RUN_ID": "two hosts",
+        "GROUP_WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "WORLD_SIZE": "4",
+    }
     with contextlib.ExitStack() as stack:
-        nodes = []
-        for host, (name, folder) in enumerate(zip(hosts, folders, strict=True)):
-            folder.mkdir()
-            rendezvous = [
-                "--nnodes=2",
-                f"--node-rank={host}",
-                f"--master-addr={ADDRESSES[0]}",
-                "--master-port=29500",
-            ]
-            torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", *rendezvous]
-            inside = ["ip", "netns", "exec", name]
-            nodes.append(
-                stack.enter_context(
-                    started_afresh(
-                        folder, settings, torchrun, inside=inside, GLOO_SOCKET_IFNAME="eth0"
-                    )
-                )
-            )
-        codes = [node.finish() for node in nodes]
-        assert codes == [0, 0], "\n".join(node.output for node in nodes)
+        ranks = []
+        for rank in range(4):
+            host, local = divmod(rank, 2)
+            folders[host].mkdir(exist_ok=True)
+            own = {"RANK": str(rank), "LOCAL_RANK": str(local), "GROUP_RANK": str(host)}
+            inside = settings | {"network": hosts[host]}
+            script = started(folders[host], inside, **common, **own)
+            ranks.append(stack.enter_context(script))
+        codes = [rank.finish() for rank in ranks]
+        assert codes == [0] * 4, "\n".join(rank.output for rank in ranks)
     here, there = (results(folder) for folder in folders)
     assert [rank["rank"] for rank in here + there] == [0, 1, 2, 3]
     assert here[0]["weights"].keys() == here[1]["weights"].keys(), (
