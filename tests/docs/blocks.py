@@ -6,7 +6,7 @@ A comment before a block, invisible to readers, changes how the test runs it::
     <!-- test: raises ValueError -->       the block must raise this error
     <!-- test: exit 2 -->                  the last command of the block must exit with this code
     <!-- test: Trainer(devices=2) -->      calls of this name get these additional arguments
-    <!-- test: with --trainer.max_steps 2 -->  ptdp gets these additional arguments
+    <!-- test: with --trainer.max_steps 2 -->  ptdp gets these options where it uses a recipe
     <!-- test: in one process -->          ptdp runs without the layout of the recipe
 
 The blocks of a page share a folder. Python blocks also share their names, which include ``Trainer``
@@ -194,11 +194,12 @@ def _run_shell(block: Block, shared: Path) -> None:
     wanted = int(block.value("exit") or 0)
     for number, words in enumerate(commands):
         words = [_of_this_run(word) for word in words]
-        code = (
-            _run_ptdp(words[1:] + added, shared)
-            if words[0] == "ptdp"
-            else subprocess.run(words, check=False).returncode
-        )
+        if words[0] != "ptdp":
+            code = subprocess.run(words, check=False).returncode
+        elif words[1] in _USES_A_RECIPE:
+            code = _run_ptdp(words[1:] + added, shared)
+        else:
+            code = _run_ptdp(words[1:], shared)
         expected = wanted if number == len(commands) - 1 else 0
         assert code == expected, f"{shlex.join(words)} exited with {code}"
 
