@@ -30,6 +30,9 @@ WORDS = [
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
+    # Once, before rank 0 of every fit imports it in a forked process.
+    import mlflow.store.tracking.sqlalchemy_workspace_store  # noqa: F401
+
     folder = tmp_path_factory.mktemp("corpus")
     draw = random.Random(0)
     for number in range(40):

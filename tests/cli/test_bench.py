@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import yaml
 from lightning_ptdp.cli.bench import layout_options
 from lightning_ptdp.cli.failures import UserError
 from tests.cli.commands import PTDP
+from tests.scripts import run_script
 
 pytestmark = pytest.mark.thorough
 
@@ -68,8 +71,14 @@ def test_data_take_tokenizer_of_model(ptdp, tmp_path, monkeypatch):
     assert found["world_size"] == 1
 
 
-def test_layouts_are_compared_at_equal_batch_size(ptdp, no_data, tmp_path):
+def forked(command, **_):
+    assert command[:2] == [sys.executable, "-m"]
+    return run_script(Path(command[2]), command[3:])
+
+
+def test_layouts_are_compared_at_equal_batch_size(ptdp, no_data, tmp_path, monkeypatch):
     """The recipe has a base. The model supports the first layout, but not the second."""
+    monkeypatch.setattr(subprocess, "run", forked)
     (tmp_path / "based.yaml").write_text(f"base: {Path(no_data).name}")
     strategy = [
         "--trainer.strategy=lightning_ptdp.PTDPStrategy",

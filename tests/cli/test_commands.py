@@ -96,8 +96,7 @@ WALK = [
     (f"ptdp convert {RUN} single.ckpt", r"^written: single.ckpt \(lightning\)"),
     ("ptdp convert hf start", r"^written: start \(checkpoint\)"),
     (
-        f"ptdp fit {NANO} --init_from hf --trainer.logger false --sample null --trainer.max_steps "
-        "1",
+        f"ptdp fit {ONE} --init_from hf --trainer.logger false --sample null --trainer.max_steps 1",
         "^best: ",
     ),
     (f"ptdp bench {ONE} --steps 1 --warmup 1", "^planner's estimate, fullest rank"),

@@ -5,7 +5,6 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
-from tests.cli.commands import PTDP
 from tests.models.hf_models import hf_gpt2
 
 pytestmark = pytest.mark.thorough
@@ -43,7 +42,8 @@ def client(monkeypatch):
 
 
 def test_export_is_uploaded_with_model_card(ptdp, client, config, tmp_path):
-    assert ptdp("fit", "--config", config, "--sample", "null", *PTDP)[0] == 0
+    options = ["--trainer.strategy=ptdp", "--trainer.max_steps=2", "--sample=null"]
+    assert ptdp("fit", "--config", config, *options)[0] == 0
     (run,) = (tmp_path / "runs" / "tiny").iterdir()
     checkpoint = run / "checkpoints" / "last.ckpt"
     out = tmp_path / "out"
@@ -55,7 +55,7 @@ def test_export_is_uploaded_with_model_card(ptdp, client, config, tmp_path):
     card = client.files.pop("README.md").decode()
     assert card.startswith("---\nlibrary_name: transformers\n")
     assert "# mine\n" in card
-    assert "\n\n- layout: t2 p2 v2 d1\n- steps: 4\n" in card
+    assert "\n\n- layout: t1 p1 d1\n- steps: 2\n" in card
     assert client.files == {path.name: path.read_bytes() for path in out.iterdir()}
     client.files["README.md"] = b"mine"
     assert ptdp(*arguments)[0] == 0
