@@ -140,7 +140,11 @@ CASES = [
 def train(rank, place, kind):
     losses = Losses()
     trainer = make_trainer(
-        place, callbacks=[losses], use_distributed_sampler=False, gradient_clip_val=0.2
+        place,
+        callbacks=[losses],
+        use_distributed_sampler=False,
+        gradient_clip_val=0.2,
+        max_epochs=1,
     )
     trainer.fit(kind(), batches(place, rank))
     options = [
@@ -164,7 +168,7 @@ def test_parameter_groups_train_like_single_process(layout, kind, conformance):
 
 def save_and_resume(rank, place, kind, path, load):
     file = Path(path, place.folder, "half.ckpt")
-    trainer = make_trainer(place, max_epochs=3 if load else 1, use_distributed_sampler=False)
+    trainer = make_trainer(place, max_epochs=2 if load else 1, use_distributed_sampler=False)
     trainer.fit(kind(), batches(place, rank), ckpt_path=file if load else None)
     if not load:
         trainer.save_checkpoint(file)
