@@ -41,7 +41,10 @@ def evaluate_and_fit(rank, place, infers):
             precision="bf16-mixed",
             inference_mode=infers,
             num_sanity_val_steps=0,
+            limit_train_batches=2,
             limit_val_batches=2,
+            limit_test_batches=2,
+            limit_predict_batches=2,
         )
         module, data = LitEvaluated(), batches(place, rank)
         losses = [*trainer.validate(module, data, verbose=False)[0].values()]
