@@ -30,6 +30,7 @@ class Run(Training):
 
     model: dict[str, Any] = field(default_factory=dict)
     usual: bool = False
+    steps: int = 3
     clip: float | None = 0.3
     precision: str = "64-true"
     validate_every: int | None = 6

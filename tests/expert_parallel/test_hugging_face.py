@@ -15,7 +15,7 @@ pytestmark = pytest.mark.thorough
 
 pytest.importorskip("transformers")
 
-STEPS, CLIP = 3, 0.1
+STEPS, CLIP = 2, 0.1
 
 
 def run_of(name, **options):

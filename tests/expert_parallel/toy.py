@@ -68,6 +68,7 @@ class Run(Training):
     """Training run of the mixture in float64."""
 
     routing: str = "own"
+    steps: int = 3
     clip: float | None = 0.3
     validate_every: int | None = 0
     plan: bool = True
