@@ -54,7 +54,7 @@ class Logging(Training):
     of the slices have none.
     """
 
-    steps: int = 3
+    steps: int = 2
     global_batch: int = 4
     validate_every: int | None = 0
     answers: bool = False
@@ -73,7 +73,7 @@ class Logging(Training):
         return LitShifts(self) if self.hugging_face else LitEvaluated(self)
 
     def make_data(self):
-        return Answers(12) if self.answers else PaddedTokens(12)
+        return Answers(8) if self.answers else PaddedTokens(8)
 
     def make_callbacks(self):
         return [Seen()]
