@@ -61,12 +61,12 @@ def test_context_parallelism_is_refused_before_launch():
 
 @pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
 def test_partition_and_planner_count_tower_on_first_stage(family):
-    """The tower has more multiply-adds than a layer, so the first stage has one layer of four."""
+    """The tower has more multiply-adds than a layer, so the first stage has one layer of three."""
     module = LitVision(VisionRun(model=family))
     module.configure_model()
     layout = ParallelLayout(world_size=2, pipeline_parallel_size=2)
     known = KnownParts.of(module, find_plan(module))
-    assert layer_ranges(module, parts=known.parts, layout=layout) == ((0, 1), (1, 4))
+    assert layer_ranges(module, parts=known.parts, layout=layout) == ((0, 1), (1, 3))
     shape = described(
         module,
         PTDPConfig(),
@@ -207,5 +207,5 @@ def test_adapters_are_in_language_model_only(layout, folders, parity, tmp_path):
     )
     parity.check(run, LAYOUTS[layout])
     names = [name for name in parity.result(run)["final"] if ".lora_" in name]
-    assert len(names) == 2 * 7 * 4  # A and B of seven products in four layers
+    assert len(names) == 2 * 7 * 3  # A and B of seven products in three layers
     assert all(".language_model.layers." in name for name in names)

@@ -20,7 +20,7 @@ _TEXT = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 48,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
@@ -31,13 +31,13 @@ _TEXT = {
 _TOWER = {
     "hidden_size": 24,
     "intermediate_size": 40,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "image_size": 8,
     "patch_size": 4,
 }
 _QWEN_TOWER = {
-    "depth": 3,
+    "depth": 2,
     "hidden_size": 24,
     "intermediate_size": 40,
     "num_heads": 2,
@@ -192,7 +192,6 @@ class VisionRun(Run):
 
     images: tuple[int, ...] = (0, 0, 2, 1, 0)
     frozen: tuple[str, ...] = ()
-    steps: int = 3
     precision: Any = "64-true"
     validate_every: int | None = None
     module: Any = field(default=LitVision)
