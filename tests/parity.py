@@ -169,7 +169,7 @@ def fit(rank: int, training: Training) -> Result:
     L.seed_everything(3, verbose=False)
     recorder, module = Recorder(), training.make_module()
     trainer = training.make_trainer(recorder)
-    with checks_of_rank_0(rank):
+    with checks_of_rank_0(rank), rehearsed_once(training):
         trainer.fit(module, *training.make_loaders(trainer), ckpt_path=training.resume)
     if training.save is not None:
         trainer.save_checkpoint(training.save)
@@ -212,6 +212,26 @@ def checks_of_rank_0(rank: int) -> Iterator[None]:
         return check(*args, **kwargs) if found[0] is None else pickle.loads(found[0])
 
     with patch.object(ptdp, "check_model", shared):
+        yield
+
+
+_rehearsed: set[str] = set()
+"""Successful rehearsals of this process."""
+
+
+@contextmanager
+def rehearsed_once(training: Training) -> Iterator[None]:
+    """Rehearse each model and cut once: all other options leave the stages as they are."""
+    rehearse = Rehearsal.on_examples
+    uncut = replace(training, layout={}, world_size=1)
+
+    def once(self: Rehearsal) -> None:
+        key = f"{uncut} {self.model} {self.parts} {self.ranges} {self.collects}"
+        if key not in _rehearsed:
+            rehearse(self)
+            _rehearsed.add(key)
+
+    with patch.object(Rehearsal, "on_examples", once):
         yield
 
 
