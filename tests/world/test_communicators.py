@@ -34,7 +34,8 @@ T8P8D8C2E8 = {
 )
 def test_number_of_communicators(options, numbers):
     layout = ParallelLayout(**options)
-    assert {len(communicators(layout, rank)) for rank in range(layout.world_size)} == numbers
+    some = range(0, layout.world_size, 31 if layout.world_size > 8 else 1)  # of every stage
+    assert {len(communicators(layout, rank)) for rank in some} == numbers
 
 
 def test_communicator_members_in_large_layout():
