@@ -1,8 +1,8 @@
 """Cases of the runtime tests: a small model, its data, reference results and the schedules."""
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -102,7 +102,7 @@ class Expected:
     losses: list[float]
     parts: list[Gradients]
 
-    @property
+    @cached_property
     def gradients(self) -> Gradients:
         """Gradients summed over all microbatches."""
         return {
@@ -110,12 +110,13 @@ class Expected:
         }
 
 
+@cache
 def unsplit(
-    batch: Sequence[Microbatch], *, stages: int, dtype: torch.dtype = torch.float64
+    count: int, *, stages: int, seed: int = 0, dtype: torch.dtype = torch.float64
 ) -> Expected:
-    """Return losses and gradients of the whole model, one microbatch after another."""
+    """Return losses and gradients of the whole model for a batch, one microbatch after another."""
     net, losses, parts = make_net(stages, dtype), [], []
-    for microbatch in batch:
+    for microbatch in make_batch(count, seed=seed):
         loss = net(microbatch.ids, microbatch.labels)
         gradients = torch.autograd.grad(loss * microbatch.share, list(net.parameters()))
         losses.append(loss.item())

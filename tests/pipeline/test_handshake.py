@@ -39,10 +39,10 @@ def steps(rank, case, m, connected):
     ("v", "schedule"), [(v, schedule) for v, names in SCHEDULES.items() for schedule in names]
 )
 def test_steps_match_whole_model_without_new_connections(p, v, schedule, pool):
-    case, m = Case(schedule, p, v), 2 * p
+    case, m = Case(schedule, p, v), p + 2
     ranks = pool.run(steps, world_size=p, args=(case, m, True), backend="queued")
     assert [late for late, _ in ranks] == [[]] * p
-    expected, last = unsplit(make_batch(m), stages=p * v), case.build(1).rank_of(p * v - 1)
+    expected, last = unsplit(m, stages=p * v), case.build(1).rank_of(p * v - 1)
     for step, training in enumerate((True, True, False)):
         outcomes = [outcomes[step] for _, outcomes in ranks]
         assert [outcomes[last].losses[i] for i in range(m)] == pytest.approx(

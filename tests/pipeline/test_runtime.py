@@ -43,7 +43,7 @@ def steps(pool):
         return {
             m: (
                 case.build(abs(m)),
-                unsplit(make_batch(abs(m)), stages=case.p * case.v),
+                unsplit(abs(m), stages=case.p * case.v),
                 [outcomes[m] for outcomes in ranks],
             )
             for m in ranks[0]
@@ -162,7 +162,7 @@ def _run_recomputed(rank, case, policy):
 @pytest.mark.parametrize("case", PAIRS, ids=str)
 def test_recomputation_keeps_gradients_and_runs_layers_twice(case, policy, pool):
     outcomes = pool.run(_run_recomputed, world_size=2, args=(case, policy))
-    assert_same(summed(outcomes), unsplit(make_batch(3), stages=2 * case.v).gradients, policy)
+    assert_same(summed(outcomes), unsplit(3, stages=2 * case.v).gradients, policy)
     for rank, outcome in enumerate(outcomes):
         layers = len([name for name in outcome.gradients if name.endswith("up.bias")])
         assert outcome.calls == 2 * 3 * layers, "each layer must run twice per microbatch"
@@ -205,7 +205,7 @@ def test_gradient_accumulation_with_changing_shapes_and_evaluation(case, several
     before = {}
     for index, (m, seed, training) in enumerate(SEVERAL):
         outcomes, where = [found[index][0] for found in ranks], f"step {index}"
-        expected = unsplit(make_batch(m, seed=seed), stages=2 * case.v)
+        expected = unsplit(m, seed=seed, stages=2 * case.v)
         assert [outcomes[last].losses[i] for i in range(m)] == pytest.approx(
             expected.losses, rel=1e-12
         )
@@ -242,7 +242,7 @@ def _run_bfloat16(rank, case):
 @pytest.mark.parametrize("case", PAIRS, ids=str)
 def test_bfloat16_gradients_match_whole_model(case, pool):
     found = summed(pool.run(_run_bfloat16, world_size=2, args=(case,)))
-    expected = unsplit(make_batch(3), stages=2 * case.v, dtype=torch.bfloat16).gradients
+    expected = unsplit(3, stages=2 * case.v, dtype=torch.bfloat16).gradients
     for name, value in expected.items():
         assert found[name].dtype is torch.bfloat16
         assert (found[name] - value).norm() < 0.02 * value.norm(), name
@@ -257,7 +257,7 @@ def test_failed_step_leaves_no_state(case):
     here.net.zero_grad()
     assert_same(
         here.step(case.build(3), batch).gradients,
-        unsplit(batch, stages=1).gradients,
+        unsplit(3, stages=1).gradients,
         "the step after",
     )
 
@@ -266,7 +266,7 @@ def test_schedule_from_file_matches_whole_model(pool, tmp_path):
     path = str(tmp_path / "mine.csv")
     dump_schedule(Case("zb_v", 3, 2).build(4), path)
     outcomes = pool.run(_run_file, world_size=3, args=(Case(path, 3, 2),))
-    assert_same(summed(outcomes), unsplit(make_batch(4), stages=6).gradients, "from a file")
+    assert_same(summed(outcomes), unsplit(4, stages=6).gradients, "from a file")
     assert all(outcome.kept for outcome in outcomes)
 
 
