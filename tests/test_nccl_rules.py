@@ -18,6 +18,7 @@ from lightning_ptdp.models import AdamWConfig, GPTConfig, LitGPT
 from lightning_ptdp.pipeline.program_observers import StepObserver
 from tests.conformance.toys import Place, assert_weights, make_trainer, weights
 from tests.nccl_calls import Call, operations_of
+from tests.parity import checks_of_rank_0
 from tests.queued import HOST
 from tests.schedule.streams import stuck_operations
 
@@ -84,7 +85,7 @@ class Trained:
     weights: dict[str, Tensor]
 
 
-def fit(rank, world_size, options, samples):
+def fit(rank, world_size, options, samples, layers):
     """Train with all samples in every step.
 
     The assignment of samples to replicas therefore does not matter.
@@ -93,7 +94,7 @@ def fit(rank, world_size, options, samples):
     sizes = {
         "vocabulary_size": 32,
         "sequence_length": 8,
-        "num_layers": 8,
+        "num_layers": layers,
         "hidden_size": 16,
         "num_heads": 2,
     }
@@ -104,9 +105,10 @@ def fit(rank, world_size, options, samples):
     loaders = [torch.utils.data.DataLoader(rows, batch_size=batch_size) for _ in range(2)]
     place = Place(world_size=world_size, layout=options)
     trainer = make_trainer(
-        place, max_steps=3, max_epochs=None, gradient_clip_val=0.5, num_sanity_val_steps=1
+        place, max_steps=2, max_epochs=None, gradient_clip_val=0.5, num_sanity_val_steps=1
     )
-    trainer.fit(module, *loaders)
+    with checks_of_rank_0(rank):
+        trainer.fit(module, *loaders)
     # Neighbours in a ring reach the same attention at the same time.
     late = [
         made
@@ -118,18 +120,19 @@ def fit(rank, world_size, options, samples):
 
 @pytest.fixture(scope="module")
 def expected(pool):
-    """Return a function from the number of samples to single-process weights."""
-    return cache(lambda samples: pool.run(fit, world_size=1, args=(1, {}, samples))[0].weights)
+    """Return a function from the numbers of samples and layers to single-process weights."""
+    return cache(lambda *sizes: pool.run(fit, world_size=1, args=(1, {}, *sizes))[0].weights)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_training_obeys_nccl_ordering_rules(name, pool, expected):
-    samples = 8 * PTDPConfig(**LAYOUTS[name]).layout(4).num_replicas
-    trained = pool.run(fit, world_size=4, args=(4, LAYOUTS[name], samples), backend="queued")
+    config = PTDPConfig(**LAYOUTS[name])
+    sizes = 8 * config.layout(4).num_replicas, max(4, config.num_stages)
+    trained = pool.run(fit, world_size=4, args=(4, LAYOUTS[name], *sizes), backend="queued")
     assert [rank.late for rank in trained] == [[]] * 4
     assert_weights(
         trained[0].weights,
-        expected(samples),
+        expected(*sizes),
         tolerance=1e-3 if "reduce_dtype" in LAYOUTS[name] else 1e-4,
     )
     ranks = [rank.calls for rank in trained]
