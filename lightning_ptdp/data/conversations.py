@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import codecs
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -348,7 +349,7 @@ def _docstrings() -> Rows:
             .removesuffix("/__init__")
             .replace("/", ".")
         )
-        for node in ast.walk(tree):
+        for node in _statements(tree):
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
                 text = (ast.get_docstring(node) or "").split("\n\n")[0].strip()
                 kind = "class" if isinstance(node, ast.ClassDef) else "function"
@@ -357,3 +358,16 @@ def _docstrings() -> Rows:
                         "prompt": f"What does the {kind} {node.name} of {module} do?",
                         "response": text,
                     }
+
+
+def _statements(tree: ast.Module) -> Iterator[ast.AST]:
+    """Yield the statements of a module in the order of ``ast.walk``, without expressions.
+
+    Most nodes are expressions, which contain no definitions.
+    """
+    todo: deque[ast.AST] = deque([tree])
+    while todo:
+        node = todo.popleft()
+        yield node
+        for block in ("body", "handlers", "orelse", "finalbody", "cases"):
+            todo.extend(getattr(node, block, ()))
