@@ -170,6 +170,21 @@ def _counted(module, ids):
     return found
 
 
+@pytest.fixture(scope="module")
+def alone(pool, tmp_path_factory):
+    """Return a function that trains in one process and returns the results and the folder."""
+
+    results = {}
+
+    def train(run):
+        if str(run) not in results:
+            folder = tmp_path_factory.mktemp("one")
+            results[str(run)] = pool.run(fit, world_size=1, args=(run, str(folder)))[0], folder
+        return results[str(run)]
+
+    return train
+
+
 def _same(found, expected):
     assert list(expected["logged"]) == [EVERY - 1, STEPS - 1]
     assert set(expected["logged"][STEPS - 1]) == {*NAMES, *(f"val_{name}" for name in NAMES)}
@@ -188,17 +203,13 @@ def _same(found, expected):
     ],
     ids=["e2 recompute", "p2 v2 e2", "p2 zb_h1"],
 )
-def test_loads_equal_single_process(world_size, layout, pool, tmp_path):
-    (expected,) = pool.run(fit, world_size=1, args=(Run(), str(tmp_path / "one")))
-    found = pool.run(
-        fit,
-        world_size=world_size,
-        args=(Run(world_size=world_size, layout=layout), str(tmp_path / "many")),
-    )
+def test_loads_equal_single_process(world_size, layout, pool, alone, tmp_path):
+    expected, folder = alone(Run())
+    run = Run(world_size=world_size, layout=layout)
+    found = pool.run(fit, world_size=world_size, args=(run, str(tmp_path)))
     _same(found, expected)
     one, many = (
-        json.loads((tmp_path / name / f"step-{STEPS:06d}.json").read_text())
-        for name in ("one", "many")
+        json.loads((path / f"step-{STEPS:06d}.json").read_text()) for path in (folder, tmp_path)
     )
     assert one == many
     assert all(one[name] == pytest.approx(loads) for name, loads in expected["counted"].items())
@@ -207,7 +218,7 @@ def test_loads_equal_single_process(world_size, layout, pool, tmp_path):
         (f"step-{STEPS:06d}{suffix}", "experts") for suffix in (".png", ".json")
     ]
     assert [one["kept"] for one in found[1:]] == [[]] * (world_size - 1)
-    with Image.open(tmp_path / "many" / f"step-{STEPS:06d}.png") as picture:
+    with Image.open(tmp_path / f"step-{STEPS:06d}.png") as picture:
         assert picture.format == "PNG"
 
 
@@ -220,10 +231,10 @@ def test_loads_equal_single_process(world_size, layout, pool, tmp_path):
     ],
     ids=["t2 e2", "t2 sp", "c2 e2"],
 )
-def test_hugging_face_loads_equal_single_process(name, world_size, layout, pool, tmp_path):
+def test_hugging_face_loads_equal_single_process(name, world_size, layout, pool, alone, tmp_path):
     pytest.importorskip("transformers")
     run = unseen.Run(architecture=name, world_size=world_size, layout=layout)
-    (expected,) = pool.run(fit, world_size=1, args=(unseen.Run(architecture=name), str(tmp_path)))
+    expected, _ = alone(unseen.Run(architecture=name))
     _same(pool.run(fit, world_size=world_size, args=(run, str(tmp_path))), expected)
 
 

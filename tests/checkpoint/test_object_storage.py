@@ -37,8 +37,9 @@ from tests.tiny_gpt import Run
 pytestmark = pytest.mark.thorough
 
 ROOT = "s3://bucket"
+LAST = "checkpoints/last.ckpt"
 ONE = {}
-T2P2 = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "num_microbatches": 2}
+T2 = {"tensor_parallel_size": 2}
 P2 = {"pipeline_parallel_size": 2, "num_microbatches": 2}
 D2 = {"shard": "optimizer", "async_save": True}
 SHORT_S = 60  # of a wait that should end within seconds, on a busy machine
@@ -85,26 +86,31 @@ def _fit(rank, layout, world_size, root, steps, resume):
     return dict(trainer.strategy.gather_state_dict())
 
 
-def test_training_saves_and_resumes_under_an_address_in_any_layout(pool, bucket, tmp_path):
-    def fit(root, *runs):
-        found = None
-        for number, (layout, world_size, resume) in enumerate(runs):
-            arguments = (layout, world_size, root, 2 * number + 2, resume)
-            found = pool.run(_fit, world_size=world_size, args=arguments, env=_environment())[0]
-        return found
+def _fits(pool, root, *runs):
+    """Train in turn, two steps longer each time; return the weights after the last run."""
+    found = None
+    for number, (layout, world_size, resume) in enumerate(runs):
+        arguments = (layout, world_size, root, 2 * number + 2, resume)
+        found = pool.run(_fit, world_size=world_size, args=arguments, env=_environment())[0]
+    return found
 
-    last = "checkpoints/last.ckpt"
+
+@pytest.fixture(scope="module")
+def expected(pool, tmp_path_factory):
+    root = str(tmp_path_factory.mktemp("local"))
+    return _fits(pool, root, (ONE, 1, None), *[(ONE, 1, f"{root}/{LAST}")] * 2)
+
+
+def test_training_saves_and_resumes_under_an_address_in_any_layout(pool, bucket, expected):
     root = f"{bucket}/resumed"
-    found = fit(root, (P2, 2, None), (D2, 2, "last"), (T2P2, 4, f"{root}/{last}"))
-    local = str(tmp_path)
-    expected = fit(local, (ONE, 1, None), (ONE, 1, f"{local}/{last}"), (ONE, 1, f"{local}/{last}"))
+    found = _fits(pool, root, (P2, 2, None), (D2, 2, "last"), (T2, 2, f"{root}/{LAST}"))
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5)
     names = {path.name for path in complete_checkpoints(root, recursive=True)}
     assert names == {"last.ckpt", "epoch=0-step=6.ckpt"}  # of the best ones, one is kept
     files = remote_path.RemotePath(root).below()
     tensors = {Path(path).name for path in files if path.endswith(".safetensors")}
-    assert {name.partition("-")[0] for name in tensors} == {"rank0", "rank1", "rank2", "rank3"}
+    assert {name.partition("-")[0] for name in tensors} == {"rank0", "rank1"}
 
 
 @pytest.mark.parametrize("end", [b"", b"\r", b"\n", b"\r\n", b"\r\r", b"--"])
