@@ -20,13 +20,17 @@ STRATEGY = [
     "--trainer.strategy.pipeline_parallel_size=2",
 ]
 SUBMITS = [("slurm", "sbatch"), ("kubernetes", "kubectl")]
-# Fake srun starts two tasks with the variables of SLURM; fake scontrol prints the only host.
-SRUN = """#!/bin/bash
-while [[ "$1" == -* ]]; do shift; done
-for task in 0 1; do SLURM_PROCID=$task SLURM_LOCALID=$task "$@" & done
-status=0
-for task in 0 1; do wait -n || status=$?; done
-exit $status
+# Fake srun forks two tasks with the variables of SLURM, so that they share the imports; fake scontrol
+# prints the only host.
+SRUN = f"""#!{sys.executable}
+import os, runpy, sys
+import lightning_ptdp.strategy.ptdp
+for task in "01":
+    if not os.fork():
+        os.environ.update(SLURM_PROCID=task, SLURM_LOCALID=task)
+        sys.argv = sys.argv[sys.argv.index("-m") + 1:]
+        sys.exit(runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True))
+sys.exit(max(os.waitstatus_to_exitcode(os.wait()[1]) for _ in "01"))
 """
 SCONTROL = "#!/bin/bash\necho 127.0.0.1\n"
 
