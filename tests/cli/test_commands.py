@@ -119,7 +119,7 @@ BAD = [
     ("ptdp recipes show gpt/nanoo", "did you mean"),
     ("ptdp recipes show gpt/nano --trainer.max_steps 3", "need --resolved"),
     ("ptdp plan --world 8", "there is no model"),
-    ("ptdp plan --recipe gpt/ptdp-1t --world 1", "no layout fits"),
+    ("ptdp plan --recipe gpt/ptdp-18.4b --world 1", "no layout fits"),
     ("ptdp plan --recipe gpt/nano --world 8 --device h1000", "device='h1000' is unknown"),
     ("ptdp generate --checkpoint nowhere", "--checkpoint nowhere does not exist"),
     ("ptdp generate --checkpoint text.ckpt", "--checkpoint text.ckpt is not a checkpoint"),
