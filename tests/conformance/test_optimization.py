@@ -110,7 +110,7 @@ class OnlyMatrices(LitNet):
 
 @pytest.mark.parametrize("name", [*ALL, "d2 m2 sharded"])
 def test_clipping_uses_optimizer_parameters_only(name, conformance):
-    conformance.check(run, name, OnlyMatrices, {"gradient_clip_val": 0.05}, [])
+    conformance.check(run, name, OnlyMatrices, {"gradient_clip_val": 0.05, "max_epochs": 1}, [])
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -119,7 +119,8 @@ def test_clipping_uses_optimizer_parameters_only(name, conformance):
     [("32-true", 1e-5), ("64-true", 1e-10), ("bf16-mixed", 2e-2), ("bf16-true", 5e-2)],
 )
 def test_precision_matches_lightning(name, precision, tolerance, conformance):
-    conformance.check(run, name, EachStep, {"precision": precision}, [], tolerance=tolerance)
+    settings = {"precision": precision, "max_epochs": 1}
+    conformance.check(run, name, EachStep, settings, [], tolerance=tolerance)
 
 
 def monitor_rates(rank, place, path):
