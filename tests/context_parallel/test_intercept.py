@@ -33,9 +33,8 @@ def padding(*counts):
     return torch.arange(LENGTH) < torch.tensor(counts)[:, None]
 
 
-def spread(rank, make, step, batch, **options):
+def spread(group, make, step, batch, **options):
     """Compare output and gradients of ``step(model, batch)`` on slices with the whole sequence."""
-    group = context_group(rank)
     torch.manual_seed(0)
     model, reference = make().double(), make().double()
     reference.load_state_dict(model.state_dict())
@@ -146,6 +145,7 @@ def encode(model, batch, causal):
 
 
 def models_on_slices(rank, kind):
+    group = context_group(rank)
     generator = torch.Generator().manual_seed(5)
     random_mask = (torch.rand(3, 1, LENGTH, LENGTH, generator=generator) < 0.7) | torch.eye(
         LENGTH, dtype=torch.bool
@@ -181,7 +181,7 @@ def models_on_slices(rank, kind):
     }
     for name, (make, step, more) in cases.items():
         try:
-            spread(rank, make, step, make_batch(**more), attention=kind)
+            spread(group, make, step, make_batch(**more), attention=kind)
         except Exception as error:
             raise AssertionError(f"{name}: {error}") from error
 
