@@ -9,6 +9,7 @@ was called nor the stream of the allocation has waited: torch's allocator would 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -23,7 +24,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 import lightning_ptdp
 from lightning_ptdp.data_parallel import absent_parameters
@@ -168,8 +168,8 @@ class _Memory:
     def put(self, made: object) -> None:
         if self._copies_to_host:
             return
-        for tensor in tree_iter(made):
-            if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
+        for tensor in _tensors(made):
+            if tensor.layout is torch.strided:
                 storage = tensor.untyped_storage()
                 self.held[storage._cdata] = storage
                 self.streams.owners.setdefault(storage._cdata, self.streams.current)
@@ -299,6 +299,22 @@ def _claims(memory: _Memory) -> dict[str, Any]:
     }
 
 
+def _tensors(values: Any) -> list[Tensor]:
+    """Return the tensors in the arguments or results of an operation.
+
+    An operation has no other containers; ``tree_iter`` would take most of the time of a test.
+    """
+    if isinstance(values, Tensor):
+        return [values]
+    nested = values if isinstance(values, list | tuple) else ()
+    return [tensor for value in nested for tensor in _tensors(value)]
+
+
+@functools.cache
+def _has_out_dtype(function: Any) -> bool:
+    return any(argument.name == "out_dtype" for argument in function._schema.arguments)
+
+
 class _Notes(TorchDispatchMode):
     """Dispatch mode that places results on the fake device and records host waits.
 
@@ -316,7 +332,7 @@ class _Notes(TorchDispatchMode):
         asked = kwargs.get("device")
         if on_device := asked is not None and asked.type == "cuda":
             kwargs["device"] = _CPU
-        tensors = [value for value in tree_iter((args, kwargs)) if isinstance(value, Tensor)]
+        tensors = _tensors((*args, *kwargs.values()))
         here = [tensor for tensor in tensors if memory.has(tensor)]
         memory.streams.use(here, name)
         if name == "_to_copy" and on_device and not here:
@@ -325,12 +341,10 @@ class _Notes(TorchDispatchMode):
                 to_host=False,
                 waits=not kwargs.get("non_blocking"),
             )
-        others = [
-            tensor
+        if here and any(
+            tensor.dim() and not memory.has(tensor) and tensor.device.type == "cpu"
             for tensor in tensors
-            if tensor.dim() and not memory.has(tensor) and tensor.device.type == "cpu"
-        ]
-        if here and others:
+        ):
             self._mixed(function, args, kwargs)
         if here and torch.are_deterministic_algorithms_enabled():
             _refuse_nondeterministic(name, args, kwargs)
@@ -342,12 +356,9 @@ class _Notes(TorchDispatchMode):
             and any(isinstance(index, Tensor) and index.dtype is torch.bool for index in args[1])
         ):
             memory.waits.note("nonzero")
-        widens = any(
-            argument.name == "out_dtype" for argument in function._schema.arguments
-        ) and any(isinstance(value, torch.dtype) for value in args)
-        made = (
-            _in_float(function, *args, **kwargs) if here and widens else function(*args, **kwargs)
-        )
+        widens = here and _has_out_dtype(function) and any(isinstance(a, torch.dtype) for a in args)
+        run = functools.partial(_in_float, function) if widens else function
+        made = run(*args, **kwargs)
         if name != "copy_" and (on_device or (here and (asked is None or name == "_to_copy"))):
             memory.put(made)
         return made
