@@ -41,13 +41,15 @@ def place_of(schedule, mode):
     return world_size, {**pipeline, **SCHEDULES[schedule], **layout}
 
 
-# A reduction in two levels starts when one in a single level starts: it is the same bucket. So it is
-# trained with one schedule that computes weight gradients in the backward pass, and with one that
-# defers them; each needs eight ranks.
-TWO_LEVELS = [mode for mode in MODES if "two levels" in mode]
+# A reduction in two levels, or to the shards of the optimizer, starts when a flat one starts: it is
+# the same bucket. So it is trained with one schedule that computes weight gradients in the backward
+# pass, and with one that defers them.
+WITH_EACH_SCHEDULE = ("flat", "sharded gradients", "sharded parameters")
 FLOAT32 = [
-    *((schedule, mode) for schedule in SCHEDULES for mode in MODES if mode not in TWO_LEVELS),
-    *((schedule, mode) for schedule in ("interleaved_1f1b", "zb_v") for mode in TWO_LEVELS),
+    (schedule, mode)
+    for schedule in SCHEDULES
+    for mode in MODES
+    if mode in WITH_EACH_SCHEDULE or schedule in ("interleaved_1f1b", "zb_v")
 ]
 # Masters are updated after the reduction, so each schedule and each reduction is trained once or
 # twice, not each pair.
