@@ -78,7 +78,7 @@ class LitScales(LitHook):
 
 
 def train(rank, place, kind):
-    trainer = make_trainer(place, use_distributed_sampler=False)
+    trainer = make_trainer(place, use_distributed_sampler=False, max_epochs=1)
     module = kind()
     trainer.fit(module, batches(place, rank))
     return module.norms, weights(trainer)
