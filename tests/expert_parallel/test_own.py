@@ -52,7 +52,7 @@ def test_router_bias_update_equals_single_process(name, score, parity):
     model = {**MODEL, "balance": "bias", "bias_rate": 0.03, "router_score": score}
     run, place = Run(model=model), {**LAYOUTS, "e4": (4, {E: 4})}[name]
     if name == "e4":  # one validation is between the two batches of a step
-        run = replace(run, accumulate=2, steps=8, global_batch=4, validate_every=5)
+        run = replace(run, accumulate=2, steps=6, global_batch=4, validate_every=5)
     found, *_ = parity.check(run, place)
     biases = [value for key, value in found["final"].items() if key.endswith("bias_nano")]
     assert len(biases) == 3
