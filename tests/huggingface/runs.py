@@ -17,7 +17,7 @@ from lightning_ptdp.callbacks import ExportHuggingFace, InitFrom
 from tests.letters import SP, M, P, T, V
 from tests.parity import Place, Training
 
-VOCABULARY, LENGTH, SAMPLES = 61, 12, 24
+VOCABULARY, LENGTH, SAMPLES = 61, 12, 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +26,7 @@ class Run(Training):
 
     model: str
     options: tuple[tuple[str, Any], ...] = ()
+    steps: int = 2
     global_batch: int = 4
     clip: float | None = 0.5
     validate_every: int | None = 0
@@ -120,8 +121,8 @@ def make_model(name: str, *, lora: Any = None, **options: Any) -> nn.Module:
                 "d_model": 32,
                 "d_kv": 8,
                 "d_ff": 48,
-                "num_layers": 3,
-                "num_decoder_layers": 4,
+                "num_layers": 2,
+                "num_decoder_layers": 3,
                 "num_heads": 4,
             }
             more = {
@@ -135,8 +136,8 @@ def make_model(name: str, *, lora: Any = None, **options: Any) -> nn.Module:
         case "bart":
             sizes = {
                 "d_model": 32,
-                "encoder_layers": 3,
-                "decoder_layers": 4,
+                "encoder_layers": 2,
+                "decoder_layers": 3,
                 "encoder_ffn_dim": 48,
                 "decoder_ffn_dim": 40,
             }
@@ -188,7 +189,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.source, self.target = nn.Embedding(VOCABULARY, 32), nn.Embedding(VOCABULARY, 32)
         self.transformer = nn.Transformer(
-            32, 4, 3, 4, 48, **{"dropout": 0.0, "batch_first": True} | options
+            32, 4, 2, 3, 48, **{"dropout": 0.0, "batch_first": True} | options
         )
         self.head = nn.Linear(32, VOCABULARY)
 

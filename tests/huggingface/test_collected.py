@@ -103,7 +103,7 @@ class Routers(HiddenStates):
 )
 def test_captured_outputs_match_single_process(module, options, layout, parity):
     """The single process has as many microbatches: a router's loss is not a mean over samples."""
-    run = Run(model="llama", options=options, module=module, steps=3, layout={M: 2})
+    run = Run(model="llama", options=options, module=module, layout={M: 2})
     parity.check(run, (layout[P] * layout.get(T, 1), layout))
 
 

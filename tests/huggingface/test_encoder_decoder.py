@@ -68,7 +68,7 @@ def test_model_options_recomputation_and_named_partition(run, layout, parity):
             ["sequence_parallel=True", "Use sequence_parallel=False"],
         ),
         ((), {"context_parallel_size": 2}, ["context_parallel_size=2"]),
-        ((), {"pipeline_parallel_size": 8}, ["num_layers=7", "pipeline_parallel_size=7"]),
+        ((), {"pipeline_parallel_size": 8}, ["num_layers=5", "pipeline_parallel_size=5"]),
     ],
 )
 def test_unsupported_encoder_decoder_is_refused_before_launch(options, degrees, words):

@@ -55,7 +55,6 @@ def test_export_is_bitwise_equal_to_checkpoint(
         layout=layout,
         world_size=world_size,
         precision=precision,
-        steps=2,
         export=str(out),
         save=str(saved),
     )

@@ -83,12 +83,11 @@ def test_weights_are_initialized_with_pretrained_false(parity, folders):
         module=causal,
         pretrained=str(folders / "llama"),
         options=(("pretrained", False),),
-        steps=2,
     )
     parity.check(run, LAYOUTS["p2v2"])
-    begun = parity.result(
-        Run(model="labelled", module=causal, pretrained=str(folders / "llama"), steps=2)
-    )["initial"]
+    begun = parity.result(Run(model="labelled", module=causal, pretrained=str(folders / "llama")))[
+        "initial"
+    ]
     name = "model.model.layers.0.mlp.up_proj.weight"
     assert not torch.equal(parity.result(run)["initial"][name], begun[name])
 
@@ -128,7 +127,7 @@ def test_router_balancing_loss_is_added_on_request(parity, tmp_path):
 
     asked = build("mixtral", output_router_logits=True, router_aux_loss_coef=0.5).float()
     asked.save_pretrained(tmp_path)
-    run = Run(model="labelled", module=causal, pretrained=str(tmp_path), steps=2)
+    run = Run(model="labelled", module=causal, pretrained=str(tmp_path))
     parity.check(run, LAYOUTS["p2m1"])
     lit = causal(run)
     lit.configure_model()
@@ -154,7 +153,7 @@ def test_scaled_or_capped_logits_match_transformers(model, options, layout, pari
     from tests.huggingface.architectures import build
 
     build(model, **options).float().save_pretrained(tmp_path)
-    run = Run(model="labelled", module=causal, pretrained=str(tmp_path), steps=2)
+    run = Run(model="labelled", module=causal, pretrained=str(tmp_path))
     parity.check(run, LAYOUTS[layout])
     lit = causal(run)
     lit.configure_model()
@@ -371,10 +370,10 @@ def test_names_of_older_files_are_those_of_transformers(folders, tmp_path):
 
 def test_resume_from_checkpoint_matches_single_process(parity, folders, tmp_path):
     def resumed(name):
-        begun = Run(model="labelled", module=causal, pretrained=str(folders / "tied"), steps=2)
+        begun = Run(model="labelled", module=causal, pretrained=str(folders / "tied"))
         run, saved = begun.on(LAYOUTS[name]), str(tmp_path / name)
-        first = parity.ranks(replace(run, save=saved))[0]
-        second = parity.ranks(replace(run, steps=4, resume=saved))[0]
+        first = parity.ranks(replace(run, steps=1, save=saved))[0]
+        second = parity.ranks(replace(run, resume=saved))[0]
         # the weights are those of the checkpoint, not those of the folder
         assert_weights_near(second["initial"], first["final"], tolerance=0)
         return second["losses"]

@@ -93,8 +93,8 @@ def test_adapter_checkpoint_resumes_in_other_layout(parity, folder, tmp_path):
     run = Run(model="labelled", module=causal, pretrained=str(folder), global_batch=SAMPLES)
     expected = parity.result(run)
     saved = str(tmp_path / "saved")
-    half = replace(run, steps=2, save=saved).on(LAYOUTS["t2"])
-    assert_near(parity.ranks(half)[0]["losses"], expected["losses"][:2], 1e-5, "losses")
+    half = replace(run, steps=1, save=saved).on(LAYOUTS["t2"])
+    assert_near(parity.ranks(half)[0]["losses"], expected["losses"][:1], 1e-5, "losses")
     weights = {name: value for name, value in read_full(saved).items() if name.startswith("model.")}
     trained = {
         name for name in expected["final"] if ".lora_" in name or ".modules_to_save." in name
@@ -116,7 +116,7 @@ def test_adapter_checkpoint_resumes_in_other_layout(parity, folder, tmp_path):
         sum(value.numel() for value in weights.values()) == model.get_nb_trainable_parameters()[0]
     )
     rest = parity.ranks(replace(run, resume=saved).on(LAYOUTS["p2v2"]))[0]
-    assert_near(rest["losses"], expected["losses"][2:], 1e-5, "losses")
+    assert_near(rest["losses"], expected["losses"][1:], 1e-5, "losses")
     for name, value in expected["final"].items():
         torch.testing.assert_close(rest["final"][name], value, rtol=1e-5, atol=1e-6)
     with open(next(folder.glob("*.safetensors")), "r+b") as stream:
@@ -144,7 +144,6 @@ def test_adapter_and_merged_folder_have_equal_logits(parity, tmp_path, capsys):
         model="labelled",
         module=causal,
         pretrained=base,
-        steps=3,
         save=saved,
         options=more,
         layout={"tensor_parallel_size": 2},
@@ -354,7 +353,7 @@ def whole_adapters(rank, model, layout):
     """Train adapters with dropout and return the adapter parameters that all ranks hold."""
     module = LitHuggingFace(adapted(model, lora_dropout=0.2, init_lora_weights=False))
     trainer = make_trainer(
-        PTDPStrategy(tensor_parallel_size=2, **layout), 2, max_steps=3, limit_val_batches=0
+        PTDPStrategy(tensor_parallel_size=2, **layout), 2, max_steps=2, limit_val_batches=0
     )
     trainer.fit(module, DataLoader(Samples(model), batch_size=4))
     parameters = trainer.strategy.parallel.parameters

@@ -147,7 +147,7 @@ class Distilling(Informer):
     ],
 )
 def test_model_trains_like_single_process(module, layout, parity):
-    run = Run(model="", module=module, steps=3, layout={M: 2})
+    run = Run(model="", module=module, layout={M: 2})
     # CLIP's negatives are those of a microbatch, but a single process evaluates whole batches.
     parity.check(run, (2, layout), but=["val_loss"] if module is Clip else [])
 

@@ -34,7 +34,7 @@ def test_bfloat16_pipeline_matches_single_process(model, eager, parity):
     ("model", "options", "layout"),
     [
         ("llama", (), "t4sp"),
-        ("llama", (("num_key_value_heads", 1), ("attention_bias", True)), "t4p2"),
+        ("llama", (("num_key_value_heads", 1), ("attention_bias", True)), "t2p2"),
         ("llama", (("tie_word_embeddings", True),), "d2t2p2"),
         ("qwen3", (), "t4"),
         ("gemma3", (), "t2p2v2"),
@@ -68,7 +68,7 @@ class LitCheckpointing(LitHuggingFace):
         self.model.get_input_embeddings().requires_grad_(False)
 
 
-@pytest.mark.parametrize("layout", ["t2p2v2sp", "d2t2p2"])
+@pytest.mark.parametrize("layout", ["t2p2v2sp", "d2"])
 def test_gradient_checkpointing_of_model_matches_single_process(layout, parity):
     parity.check(Run(model="llama", module=LitCheckpointing), LAYOUTS[layout])
 
@@ -80,10 +80,10 @@ def test_eager_model_with_whole_output_matches_single_process(parity):
 def test_checkpoint_of_copied_heads_resumes_in_other_layout(parity, tmp_path):
     # an epoch is one batch: Lightning does not resume within an epoch of a plain loader
     whole = Run(model="llama", global_batch=SAMPLES)
-    first = replace(whole, steps=2, save=str(tmp_path / "two epochs"))
+    first = replace(whole, steps=1, save=str(tmp_path / "one epoch"))
     for source, target in (("t4", "t2p2v2"), ("p2", "t4")):
         for run, layout in ((first, source), (replace(whole, resume=first.save), target)):
             found = parity.ranks(run.on(LAYOUTS[layout]))[0]
         expected = parity.result(whole)
-        assert_near(found["losses"], expected["losses"][2:], 1e-5, "losses")
+        assert_near(found["losses"], expected["losses"][1:], 1e-5, "losses")
         assert_weights_near(found["final"], expected["final"])

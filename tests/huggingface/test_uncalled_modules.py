@@ -71,5 +71,5 @@ class Wav2Vec2(LitHuggingFace):
 @pytest.mark.parametrize("layout", [{P: 2}, {P: 2, V: 2}])
 @pytest.mark.parametrize("module", [Deberta, Wav2Vec2])
 def test_model_trains_like_single_process(module, layout, parity):
-    run = Run(model="", module=module, steps=3, layout={M: 2})
+    run = Run(model="", module=module, layout={M: 2})
     parity.check(run, (2, layout))
