@@ -325,10 +325,11 @@ class Emulated:
         **known: Any,
     ) -> None:
         self.parts = [copy.deepcopy(whole) for _ in ranges]
+        places = find_parts(whole, ParallelPlan(**known))
         self.cuts = [
             PipelineCut(
                 part,
-                parts=find_parts(part, ParallelPlan(**known)),
+                parts=places,
                 ranges=ranges,
                 stages=(stage,),
                 collects=collects,
