@@ -88,7 +88,7 @@ def test_gpt_with_accumulation_clipping_and_tied_weights(name, parity):
 
 @pytest.mark.parametrize("name", ["d2", "t2sp", "p2v2", "t2p2v2sp"])
 def test_llama_without_accumulation(name, parity):
-    parity.check(Run(llama=True, steps=2, clip=None), LAYOUTS[name])
+    parity.check(Run(llama=True, clip=None), LAYOUTS[name])
 
 
 @pytest.mark.parametrize("name", ["p2v2 m3", "t2p2", "d2p2"])
@@ -137,12 +137,12 @@ def test_schedule_from_file(parity, tmp_path):
 )
 def test_reduction_between_nodes_runs_beside_other_collectives(place, parity):
     world_size, options = place
-    parity.check(Run(steps=2), (world_size, {**options, M: 2, "bucket_mb": 1e-3}))
+    parity.check(Run(layers=4), (world_size, {**options, M: 2, "bucket_mb": 1e-3}))
 
 
 @pytest.mark.parametrize("name", ["p2v2 zb_v", "p2v2 dualpipe_v"])
 def test_llama_with_changing_lengths_and_incomplete_last_batch(name, parity):
-    parity.check(Run(llama=True, samples=29, steps=6, changing_lengths=True), SCHEDULES[name])
+    parity.check(Run(llama=True, samples=29, steps=9, changing_lengths=True), SCHEDULES[name])
 
 
 @pytest.mark.parametrize("name", ["p2 zb_h1", "p2v2 zb_v"])
@@ -156,7 +156,7 @@ def test_evaluation_between_training_steps_changes_nothing(name, parity):
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("name", ["p2 zb_h1", "p2v2 zb_v"])
 def test_bfloat16_is_close_to_single_process(name, precision, parity):
-    run = Run(steps=2, precision=precision)
+    run = Run(precision=precision)
     expected, found = parity.result(run), parity.ranks(run.on(SCHEDULES[name]))[0]
     # A single process reports the loss in its dtype, with a relative precision of 1/128.
     assert_near(
@@ -167,6 +167,6 @@ def test_bfloat16_is_close_to_single_process(name, precision, parity):
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 def test_recomputation_with_dropout_is_bitwise_equal(recompute, parity):
-    run, (world_size, layout) = Run(steps=2, dropout=0.2), SCHEDULES["p2v2 zb_v"]
+    run, (world_size, layout) = Run(dropout=0.2), SCHEDULES["p2v2 zb_v"]
     kept = parity.result(run.on((world_size, layout)))
     parity.check(run, (world_size, {**layout, R: recompute}), expected=kept, tolerance=0)
