@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--starts", nargs="+", default=["popen", "fork"])
-    options = parse_options(parser, rounds=1, ranks=2, starts=["fork"])
+    options = parse_options(parser, rounds=1, ranks=2, starts=["popen"])
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "script.py"
         script.write_text(SCRIPT, encoding="utf-8")

@@ -1,5 +1,6 @@
 """Corpus and configuration that train within a second."""
 
+import gc
 import random
 import shutil
 from pathlib import Path
@@ -30,9 +31,6 @@ WORDS = [
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
-    # Once, before rank 0 of every fit imports it in a forked process.
-    import mlflow.store.tracking.sqlalchemy_workspace_store  # noqa: F401
-
     folder = tmp_path_factory.mktemp("corpus")
     draw = random.Random(0)
     for number in range(40):
@@ -110,9 +108,13 @@ def tiny(corpus: Path, data_dir: Path, folder: Path) -> str:
 
 @pytest.fixture(scope="session")
 def database(tmp_path_factory):
-    """Return an MLflow database without runs, which takes a second to create."""
+    """Return an MLflow database without runs, which takes a second to create.
+
+    This also imports MLflow's store, which every forked rank 0 would import otherwise.
+    """
     path = tmp_path_factory.mktemp("database") / "mlflow.db"
     create_database(path)
+    gc.freeze()  # as at the end of the collection (tests/conftest.py)
     return path
 
 

@@ -108,7 +108,8 @@ class Conformance:
 
 def _seeded(function: Callable[..., Any], rank: int, *args: Any) -> Any:
     L.seed_everything(1, verbose=False)
-    return function(rank, *args)
+    with parity.checks_of_rank_0(rank):
+        return function(rank, *args)
 
 
 def samples(count: int = 32) -> TensorDataset:
