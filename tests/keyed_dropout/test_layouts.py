@@ -10,7 +10,7 @@ from tests.tiny_gpt import Run
 
 pytestmark = pytest.mark.thorough
 
-RUN = Run(dropout=0.2, layout={"keyed_dropout": True})
+RUN = Run(dropout=0.2, steps=2, layout={"keyed_dropout": True})
 LAYOUTS = {
     "m4": (1, {M: 4}),
     "d2": (2, {}),
@@ -31,7 +31,7 @@ def test_training_equals_single_process(name, parity):
 
 
 def test_dropout_changes_losses(parity):
-    dropped, kept = parity.result(RUN), parity.result(Run())
+    dropped, kept = parity.result(RUN), parity.result(Run(steps=2))
     assert dropped["losses"] != pytest.approx(kept["losses"], rel=1e-5)
 
 

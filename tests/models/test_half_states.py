@@ -98,7 +98,7 @@ def test_muon_with_half_states_is_refused():
 )
 def test_shards_of_states_change_nothing(layout, precision, parity):
     """With the same sums of two terms, the weights are bitwise those of whole states."""
-    run = Run(half_states=True, clip=None, precision=precision)
+    run = Run(half_states=True, clip=None, precision=precision, layers=2, steps=2)
     world_size = 2 * layout.get(T, 1) * layout.get(P, 1)
     whole, *others = (
         parity.result(run.on((world_size, {**layout, Z: level})))["final"]

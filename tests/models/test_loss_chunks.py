@@ -34,7 +34,7 @@ class Chunks(Training):
 
     kind: str
     chunk_mb: float = 1e9
-    steps: int = 3
+    steps: int = 2
     clip: float | None = 0.5
 
     always_clips: ClassVar[bool] = False

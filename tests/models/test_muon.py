@@ -41,14 +41,14 @@ WRITTEN = {
 
 @pytest.mark.parametrize("name", PLACES)
 def test_training_equals_single_process(name, parity):
-    parity.check(Run(muon=True), PLACES[name])
+    parity.check(Run(muon=True, steps=2), PLACES[name])
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 @pytest.mark.parametrize("layout", [{}, {T: 2}], ids=str)
 def test_owners_of_matrices_change_nothing(layout, precision, parity):
     """With the same sums of two terms, the weights are bitwise those of whole optimizer states."""
-    run = Run(muon=True, clip=None, precision=precision)
+    run = Run(muon=True, clip=None, precision=precision, layers=2, steps=2)
     world_size = 2 * layout.get(T, 1)
     whole, *others = (
         parity.result(run.on((world_size, {**layout, Z: level})))["final"]
@@ -64,6 +64,7 @@ class Owned(Run):
     """A training that returns the elements of a rank's momenta, by parameter."""
 
     muon: bool = True
+    steps: int = 1
 
     def results(self, trainer, module):
         names, _ = trainer.strategy.model_space.optimizer_records()
@@ -90,7 +91,7 @@ def test_each_matrix_has_one_owner(level, parity):
 
 @pytest.mark.parametrize("level", ["none", "optimizer", "parameters"])
 def test_experts_are_left_to_adamw(level, parity):
-    run = Run(muon=True, llama=True, experts=4)
+    run = Run(muon=True, llama=True, experts=4, layers=2, steps=2)
     parity.check(run, (4, {E: 2, M: 2, Z: level}))
 
 
@@ -114,7 +115,7 @@ class ClippedRun(Run):
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_optimizer_continues_from_written_matrices(name, parity):
-    parity.check(ClippedRun(muon=True), WRITTEN[name])
+    parity.check(ClippedRun(muon=True, layers=2, steps=2), WRITTEN[name])
 
 
 def test_steps_equal_those_of_torch():
