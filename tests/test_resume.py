@@ -76,9 +76,10 @@ class Trained:
         return folder, self.parity.result(run.on(LAYOUTS[name]))["final"]
 
     def resumed(self, name, folder, **options):
-        """Resume after the first epoch and return the weights after the last."""
+        """Resume after the first epoch and return the weights before and after the second."""
         run = Epochs(resume=str(folder / "epoch=0.ckpt"), **options)
-        return self.parity.ranks(run.on(LAYOUTS[name]))[0]["final"]
+        found = self.parity.ranks(run.on(LAYOUTS[name]))[0]
+        return found["initial"], found["final"]
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +96,7 @@ def trained(parity, tmp_path_factory):
 )
 def test_resume_in_same_layout_is_bitwise_equal(name, trained):
     folder, weights = trained.whole(name, dropout=0.2)
-    assert_weights_near(trained.resumed(name, folder, dropout=0.2), weights, tolerance=0)
+    assert_weights_near(trained.resumed(name, folder, dropout=0.2)[1], weights, tolerance=0)
 
 
 @pytest.mark.parametrize(
@@ -121,16 +122,22 @@ def test_resume_in_same_layout_is_bitwise_equal(name, trained):
     ],
 )
 def test_checkpoint_resumes_in_other_layout(before, after, trained):
-    folder, _ = trained.whole(before)
-    assert_weights_near(trained.resumed(after, folder), trained.whole("one")[1])
+    folder, _ = trained.whole(before, epochs=1)
+    assert_weights_near(trained.resumed(after, folder)[1], trained.whole("one")[1])
 
 
-@pytest.mark.parametrize("layout", ["d4 sharded", "d4 sharded parameters"])
-def test_whole_matrices_of_sharded_optimizer_resume_in_other_layout(layout, trained):
+@pytest.mark.parametrize(
+    ("layout", "others"),
+    [
+        ("d4 sharded", ("p2v2", "d2zb_v sharded parameters")),
+        ("d4 sharded parameters", ("d2t2 sharded",)),
+    ],
+)
+def test_whole_matrices_of_sharded_optimizer_resume_in_other_layout(layout, others, trained):
     folder, weights = trained.whole(layout, muon=True)
-    assert_weights_near(trained.resumed(layout, folder, muon=True), weights, tolerance=0)
-    for other in ("p2v2", "d2t2 sharded", "d2zb_v sharded parameters"):
-        found = trained.resumed(other, folder, muon=True)
+    assert_weights_near(trained.resumed(layout, folder, muon=True)[1], weights, tolerance=0)
+    for other in others:
+        _, found = trained.resumed(other, folder, muon=True)
         assert_weights_near(found, trained.whole("one", muon=True)[1])
 
 
@@ -139,9 +146,9 @@ def test_masters_resume_bitwise_and_load_as_float32_parameters(name, trained):
     """Muon updates the matrices, and AdamW all other parameters."""
     options = {"dropout": 0.2, "precision": "bf16-true", "muon": True}
     folder, weights = trained.whole(name, **options)
-    assert_weights_near(trained.resumed(name, folder, **options), weights, tolerance=0)
-    rounded = trained.resumed(name, folder, epochs=1, **options)
-    masters = trained.resumed("one", folder, epochs=1, muon=True)
+    rounded, resumed = trained.resumed(name, folder, **options)
+    assert_weights_near(resumed, weights, tolerance=0)
+    _, masters = trained.resumed("one", folder, epochs=1, muon=True)
     assert any(not torch.equal(masters[key], value.float()) for key, value in rounded.items()), (
         "the bfloat16 weights are not rounded"
     )
@@ -150,8 +157,8 @@ def test_masters_resume_bitwise_and_load_as_float32_parameters(name, trained):
 
 
 def test_checkpoint_records_layout_and_converts_to_one_file(trained, tmp_path):
-    folder, weights = trained.whole("p2v2")
-    path = folder / "epoch=1.ckpt"
+    folder, weights = trained.whole("p2v2", epochs=1)
+    path = folder / "epoch=0.ckpt"
     assert read_metadata(path).run["layout"] == "t1 p2 v2 d1"
     to_lightning_file(path, tmp_path / "single.ckpt")
     module = LitTiny.load_from_checkpoint(tmp_path / "single.ckpt", run=Run(layers=5, eager=True))

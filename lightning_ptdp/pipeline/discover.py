@@ -15,7 +15,7 @@ from itertools import pairwise
 from torch import nn
 
 from lightning_ptdp.pipeline.containers import ModelParts, as_names, layers_of
-from lightning_ptdp.pipeline.dry_run import call_order, used_uncalled
+from lightning_ptdp.pipeline.dry_run import call_order, trace_uses
 from lightning_ptdp.shims.transformers import image_token_of
 from lightning_ptdp.tensor_parallel import ParallelPlan
 from lightning_ptdp.tensor_parallel.named_modules import nearest_names
@@ -145,7 +145,7 @@ def find_parts(model: nn.Module, plan: ParallelPlan = _EMPTY) -> ModelParts:
     guessed = _by_registration(
         model, names, named={name for members in parts.values() for name in members}
     )
-    order = call_order(model) if guessed else None
+    order, used = trace_uses(model)
     for name, place in guessed.items():
         places = (
             {place}
@@ -159,11 +159,7 @@ def find_parts(model: nn.Module, plan: ParallelPlan = _EMPTY) -> ModelParts:
         if len(names) in places:
             parts["after"].append(name)
     outside = {top for members in parts.values() for top in members}
-    uncalled = {
-        name
-        for name in used_uncalled(model)
-        if any(f"{name}.".startswith(f"{top}.") for top in outside)
-    }
+    uncalled = {name for name in used if any(f"{name}.".startswith(f"{top}.") for top in outside)}
     return ModelParts(
         blocks=names,
         everywhere=tuple(sorted({*plan.everywhere, *uncalled})),

@@ -52,18 +52,20 @@ def trace_calls(model: nn.Module, *args: Any, **kwargs: Any) -> list[str] | None
     return uses.calls if uses.run(args, kwargs) else None
 
 
-def used_uncalled(model: nn.Module) -> frozenset[str]:
-    """Return the names of the modules whose parameters the forward uses without a call.
+def trace_uses(model: nn.Module) -> tuple[list[str] | None, frozenset[str]]:
+    """Return ``call_order`` and the names of the modules whose parameters are used without a call.
 
     ``F.linear(x, self.embedding.weight)`` is such a use. Only uses that the example shows are
-    found.
+    found. Each example runs once, because a run of a large model takes seconds.
     """
+    order: list[str] | None = None
     names: set[str] = set()
     for name, module, args, kwargs in examples(model):
         uses = _Uses(module)
-        uses.run(args, kwargs)
+        if uses.run(args, kwargs) and order is None:
+            order = [_within(name, call) for call in uses.calls]
         names.update(_within(name, inner) for inner in uses.uncalled)
-    return frozenset(names)
+    return order, frozenset(names)
 
 
 def _within(name: str, inner: str) -> str:

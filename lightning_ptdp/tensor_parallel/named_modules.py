@@ -25,10 +25,9 @@ from lightning_ptdp.tensor_parallel.kinds.linear_kinds import stores_outputs_las
 
 def matches(name: str, pattern: str) -> bool:
     """Return True if the glob ``pattern`` names the module ``name``, component by component."""
-    parts = name.split(".")
-    globs = pattern.split(".")
-    return len(parts) == len(globs) and all(
-        fnmatchcase(part, glob) for part, glob in zip(parts, globs, strict=True)
+    return name.count(".") == pattern.count(".") and all(
+        fnmatchcase(part, glob)
+        for part, glob in zip(name.split("."), pattern.split("."), strict=True)
     )
 
 

@@ -11,9 +11,7 @@ from lightning_ptdp import PTDPStrategy
 from lightning_ptdp.cli.config_files import find_config, recipe_names, resolve_configs
 from lightning_ptdp.cli.lightning_cli import parsed_values
 from lightning_ptdp.pipeline.containers import layer_ranges
-from lightning_ptdp.pipeline.discover import find_parts
 from lightning_ptdp.strategy.checks.model import check_model
-from lightning_ptdp.tensor_parallel import ParallelPlan
 from lightning_ptdp.world.axes import stages_of_rank
 
 pytestmark = pytest.mark.thorough
@@ -82,7 +80,7 @@ def test_recipe_layout_fits_model(name, tmp_path, monkeypatch):
     module = resolve_name(values["model"]["class_path"])(**arguments)
     with torch.device("meta"):
         module.configure_model()
-    check_model(module, strategy.config, layout)
+    known = check_model(module, strategy.config, layout)
     data = values["data"]["init_args"]
     assert data["num_microbatches"] == strategy.config.num_microbatches
     sizes = module.model.config.get_text_config()
@@ -109,10 +107,10 @@ def test_recipe_layout_fits_model(name, tmp_path, monkeypatch):
         )
     if name in MIXTURES:
         assert data["vocabulary_size"] == module.model.config.vocab_size
-        check_mixture(name, module, strategy, layout)
+        check_mixture(name, module, strategy, layout, known.parts)
 
 
-def check_mixture(name, module, strategy, layout):
+def check_mixture(name, module, strategy, layout, parts):
     """Check the active parameters of a mixture, its batch, and the memory of the fullest rank."""
     _, active, batch = MIXTURES[name]
     experts = [child for child in module.modules() if type(child).__name__.endswith("Experts")]
@@ -133,10 +131,7 @@ def check_mixture(name, module, strategy, layout):
     # docs/layout.md, "Memory of weights and optimizer": with a sharded optimizer 6 bytes per
     # parameter, and 12 bytes per parameter of the rank's optimizer shard.
     e, d, p = layout.expert_parallel_size, layout.data_parallel_size, layout.pipeline_parallel_size
-    parts, layers = (
-        find_parts(module, ParallelPlan(blocks="model.model.layers")),
-        module.model.model.layers,
-    )
+    layers = module.model.model.layers
     ranges = layer_ranges(module, parts=parts, layout=layout)
     ends = [[module.get_submodule(one) for one in names] for names in (parts.before, parts.after)]
     fullest = 0.0
